@@ -1,0 +1,137 @@
+"""What an operator costs: `CostModel.cost(operator, work) -> Cost`, and the roofline with fitted efficiencies.
+
+    seconds = startup + ((flops / (peak x e_c x r / (r + r_half)))^p + (bytes / (bandwidth x e_m))^p)^(1/p)
+                      + message time
+
+with r the rows that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach, and p how sharply
+the roofline's knee is rounded (p = 1: the two terms add up; p large: the larger one counts). A message takes the longer
+of its scale-up and scale-out parts, each bytes / (bandwidth x efficiency), plus the scale-out latency when it leaves
+the scale-up domain.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepinfer.errors import NoDataError, UsageError
+from deepinfer.graph.ops import Message, Operator, OpKind, Work
+from deepinfer.graph.shape import Num
+from deepinfer.hardware.spec import Accelerator
+
+_PROFILES = Path(__file__).parent / "profiles"
+
+
+class Source(IntEnum):
+    """Where a cost comes from, weakest first: sums keep the weakest."""
+
+    ROOFLINE = 0
+    PUBLISHED = 1
+    FITTED = 2
+    MEASURED = 3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one operator (a number, or an array over shapes) and where they come from."""
+
+    seconds: Num
+    source: Source
+
+
+class OperatorParameters(BaseModel):
+    """Fitted parameters of one kind of operator on one accelerator family; see the module's formula."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    startup_s: Annotated[float, Field(ge=0)]
+    compute_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    memory_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    rows_half: Annotated[float, Field(ge=0)] = 0.0
+    sharpness: Annotated[float, Field(ge=1)] = 4.0
+    scale_up_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    scale_out_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    kind: str
+    source: Annotated[str, Field(min_length=8)]
+
+    @property
+    def cost_source(self) -> Source:
+        """`kind` of the profile file as a `Source`."""
+        return Source[self.kind.upper()]
+
+
+class CostProfile(BaseModel):
+    """Parameters of every operator kind, by precision where it matters (`gemm.fp8`), of one accelerator family."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    family: str
+    description: str
+    operators: dict[str, OperatorParameters]
+
+    def parameters(self, kind: OpKind, precision: str) -> OperatorParameters:
+        """The entry `kind.precision`, else `kind`. Raises NoDataError when the profile has neither."""
+        found = self.operators.get(f"{kind}.{precision}") or self.operators.get(str(kind))
+        if found is None:
+            raise NoDataError(
+                f"cost profile {self.family} has no parameters for {kind} at {precision}; "
+                "calibrate it or add an entry with a source"
+            )
+        return found
+
+
+def load_profile(family: str) -> CostProfile:
+    """The shipped profile of an accelerator family. Raises UsageError for an unknown family."""
+    path = _PROFILES / f"{family}.toml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in _PROFILES.glob("*.toml")))
+        raise UsageError(f"no cost profile for hardware family {family!r}: known families are {known}")
+    try:
+        return CostProfile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise UsageError(f"cost profile {path}: {error}") from None
+
+
+class CostModel:
+    """Costs of operators on one accelerator: its peaks times the efficiencies of its family's profile."""
+
+    def __init__(self, accelerator: Accelerator, profile: CostProfile | None = None) -> None:
+        self.accelerator = accelerator
+        self.profile = load_profile(accelerator.family) if profile is None else profile
+
+    def cost(self, operator: Operator, work: Work) -> Cost:
+        """Seconds that `operator` takes for `work` on one rank, elementwise for arrays; 0 where there is no work."""
+        p = self.profile.parameters(operator.kind, work.precision)
+        num_bytes = work.bytes_read + work.bytes_written
+        peak = self.accelerator.peak_flops_per_s(work.precision) * p.compute_efficiency
+        compute = work.flops * (1.0 + p.rows_half / np.maximum(work.rows, 1e-9)) / peak
+        memory = num_bytes / (self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency)
+        seconds = _soft_max(compute, memory, p.sharpness)
+        amount = work.flops + num_bytes
+        if work.message is not None:
+            seconds = seconds + self._message_seconds(work.message, p)
+            amount = amount + work.message.scale_up_bytes + work.message.scale_out_bytes
+        # np.where keeps the formula one pass over arrays; a float stays a float.
+        total = np.where(amount > 0, p.startup_s + seconds, 0.0)
+        return Cost(total if total.ndim else float(total), p.cost_source)
+
+    def _message_seconds(self, message: Message, p: OperatorParameters) -> Num:
+        up, out = self.accelerator.scale_up, self.accelerator.scale_out
+        up_s = message.scale_up_bytes / (up.bytes_per_s.value * p.scale_up_efficiency)
+        out_s = message.scale_out_bytes / (out.bytes_per_s.value * p.scale_out_efficiency)
+        if out.latency_s is not None:
+            out_s = out_s + np.where(message.scale_out_bytes > 0, out.latency_s.value, 0.0)
+        return np.maximum(up_s, out_s)
+
+
+def _soft_max(a: Num, b: Num, sharpness: float) -> Num:
+    """(a^p + b^p)^(1/p), safe where both are 0."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    ratio = low / np.maximum(high, 1e-300)
+    return high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)

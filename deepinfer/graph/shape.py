@@ -1,0 +1,119 @@
+"""The shape of a step: what operators compute their work from. Every field may be a number or a NumPy array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+Num = float | npt.NDArray[np.float64]
+"""A number or an array of them: formulas accept both, and arrays broadcast."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """`count` alike sequences of one attention replica in one step.
+
+    Each computes `rows` token positions after `context` tokens already cached. `kept_rows` of them go through the
+    bounded layers (all, unless a prompt is prefilled in compact mode); the LM head sees `logit_rows` of them.
+    """
+
+    count: Num
+    rows: Num
+    context: Num
+    kept_rows: Num
+    logit_rows: Num
+
+    @classmethod
+    def decoding(cls, count: Num, drafts: Num, context: Num) -> Sequences:
+        """Requests that verify `drafts` tokens beside the last one, after `context` cached tokens each."""
+        rows = 1.0 + drafts
+        return cls(count, rows, context, rows, rows)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One step of the busiest attention replica, and the load its expert group sees.
+
+    `mean_rows` and `mean_kept_rows` are rows per attention replica averaged over the expert group: all replicas
+    send their rows to the same experts. They default to this replica's own rows.
+    """
+
+    decode: Sequences | None = None
+    prefill: tuple[Sequences, ...] = ()
+    mean_rows: Num | None = None
+    mean_kept_rows: Num | None = None
+
+    @cached_property
+    def sequences(self) -> tuple[Sequences, ...]:
+        """All groups of sequences of the step."""
+        return self.prefill if self.decode is None else (self.decode, *self.prefill)
+
+    @cached_property
+    def rows(self) -> Num:
+        """Rows computed by the layers that see every row."""
+        return sum((s.count * s.rows for s in self.sequences), 0.0)
+
+    @cached_property
+    def kept_rows(self) -> Num:
+        """Rows computed by the bounded layers."""
+        return sum((s.count * s.kept_rows for s in self.sequences), 0.0)
+
+    @cached_property
+    def logit_rows(self) -> Num:
+        """Rows seen by the LM head."""
+        return sum((s.count * s.logit_rows for s in self.sequences), 0.0)
+
+    @cached_property
+    def expert_rows(self) -> Num:
+        """Rows per replica that reach the experts."""
+        return self.rows if self.mean_rows is None else self.mean_rows
+
+    @cached_property
+    def bounded(self) -> StepShape:
+        """The step as bounded layers see it in compact mode: only the kept rows, which are each sequence's last."""
+        mean = self.kept_rows if self.mean_kept_rows is None else self.mean_kept_rows
+        return StepShape(
+            decode=None if self.decode is None else _last_rows(self.decode),
+            prefill=tuple(_last_rows(s) for s in self.prefill),
+            mean_rows=mean,
+        )
+
+    def drafting(self, rows: float) -> StepShape:
+        """The step as a draft pass sees it: `rows` for each request that decodes or has just ended its prompt."""
+        groups = [(s.count * s.logit_rows, s.context + s.rows) for s in self.prefill]
+        if self.decode is not None:
+            groups.append((self.decode.count, self.decode.context + self.decode.rows))
+        count = sum((c for c, _ in groups), 0.0)
+        context = sum((c * x for c, x in groups), 0.0) / np.maximum(count, 1e-9)
+        # Draft rows spread over the expert group as the verified rows do.
+        mean = count * rows * self.expert_rows / np.maximum(self.rows, 1e-9)
+        return StepShape(Sequences(count, rows, context, rows, rows), mean_rows=mean)
+
+
+View = Callable[[StepShape], StepShape]
+"""How a layer sees a step: all of it, its kept rows, or its drafting requests."""
+
+
+def _last_rows(sequences: Sequences) -> Sequences:
+    skipped = sequences.rows - sequences.kept_rows
+    return replace(sequences, rows=sequences.kept_rows, context=sequences.context + skipped)
+
+
+def visible_entries(context: Num, rows: Num, ratio: float = 1.0, cap: float | None = None) -> Num:
+    """Cache entries seen by `rows` consecutive positions after `context`, summed over the rows.
+
+    Position t (from 0) sees t + 1 tokens, hence (t + 1) / ratio entries and at most `cap`. The floor that integer
+    entries would need is left out: it is below half an entry a row.
+    """
+    return _entries_up_to(context + rows, ratio, cap) - _entries_up_to(context, ratio, cap)
+
+
+def _entries_up_to(length: Num, ratio: float, cap: float | None) -> Num:
+    if cap is None:
+        return length * (length + 1.0) / (2.0 * ratio)
+    growing = np.minimum(length, cap * ratio)
+    return growing * (growing + 1.0) / (2.0 * ratio) + cap * (length - growing)

@@ -1,0 +1,115 @@
+"""What a cluster is: accelerators with their memories and links, read from a TOML file where every number has a source.
+
+A user's own file is read exactly as the shipped ones are (`deepinfer/hardware/catalog/*.toml`).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepinfer.errors import NoDataError, UsageError, unknown_name
+
+_CATALOG = Path(__file__).parent / "catalog"
+
+Precision = Literal["fp4", "fp8", "bf16", "tf32"]
+Kind = Literal["datasheet", "measured", "published", "derived", "roadmap"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Quantity(BaseModel):
+    """A number from outside: value in SI, unit, where it comes from, when, and what kind of number it is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    value: Positive
+    unit: str
+    kind: Kind
+    source: str = Field(min_length=8)
+    date: str = Field(pattern=r"^\d{4}(-\d{2}){0,2}$")
+
+
+class Link(BaseModel):
+    """One kind of link of an accelerator: bytes/s per direction, and what one message waits beyond its start-up."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    bytes_per_s: Quantity
+    latency_s: Quantity | None = None
+
+
+class Accelerator(BaseModel):
+    """One accelerator of the catalog. `flops_per_s` are dense peaks by precision; `family` picks cost profiles."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str
+    description: str
+    family: str
+    flops_per_s: dict[Precision, Quantity]
+    num_sms: Quantity
+    hbm_bytes: Quantity
+    hbm_bytes_per_s: Quantity
+    scale_up: Link
+    scale_up_domain: Quantity
+    scale_out: Link
+    gpus_per_host: Quantity
+    power_w: Quantity | None = None
+    price_usd_per_hour: Quantity | None = None
+    kv_format: dict[str, str] = Field(default_factory=dict)
+
+    def peak_flops_per_s(self, precision: Precision) -> float:
+        """Dense peak at a precision; FP4 products run at the FP8 rate on parts without FP4 tensor cores.
+
+        Raises NoDataError when the catalog has no number for it.
+        """
+        quantity = self.flops_per_s.get(precision)
+        if quantity is None and precision == "fp4":
+            quantity = self.flops_per_s.get("fp8")
+        if quantity is None:
+            raise NoDataError(f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source")
+        return quantity.value
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """`num_gpus` accelerators of one kind; ranks are numbered so that a scale-up domain holds neighbours."""
+
+    accelerator: Accelerator
+    num_gpus: int
+
+    @property
+    def domain(self) -> int:
+        """Accelerators that reach each other over the scale-up links."""
+        return min(int(self.accelerator.scale_up_domain.value), self.num_gpus)
+
+
+def hardware_names() -> list[str]:
+    """Names of the shipped accelerators."""
+    return sorted(path.stem for path in _CATALOG.glob("*.toml"))
+
+
+def load_hardware(name_or_path: str) -> Accelerator:
+    """An accelerator of the catalog, or of a user's TOML file of the same form.
+
+    Raises UsageError for an unknown name or a file that is unreadable or not of the form.
+    """
+    path = Path(name_or_path)
+    if name_or_path.lower() in hardware_names():
+        path = _CATALOG / f"{name_or_path.lower()}.toml"
+    elif not path.exists():
+        raise unknown_name("hardware", name_or_path, hardware_names())
+    try:
+        return Accelerator.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read hardware file {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"hardware file {path} is not valid TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"hardware file {path}: {where}: {first['msg'].lower()}") from None

@@ -1,0 +1,203 @@
+"""What a model is, as the engine needs to know it: `ModelSpec` and its parts.
+
+All of it is read from the model's Hugging Face `config.json` (see `deepinfer.model.hf`); nothing here is tuned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal
+
+from deepinfer.errors import UsageError
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A storage format of weights: `bytes_per_parameter` includes the scales; products run at `precision`."""
+
+    name: str
+    precision: Literal["fp4", "fp8", "bf16", "tf32"]
+    bytes_per_parameter: float
+
+
+BF16 = WeightFormat("bf16", "bf16", 2.0)
+FP32 = WeightFormat("fp32", "tf32", 4.0)
+FP8_BLOCK_32 = WeightFormat("fp8 32x32 ue8m0", "fp8", 1.0 + 1.0 / (32 * 32))
+FP8_BLOCK_128 = WeightFormat("fp8 128x128 fp32", "fp8", 1.0 + 4.0 / (128 * 128))
+# FP4 weights meet FP8 activations, so their products run at the FP8 rate (model card, quantization_config).
+MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
+
+
+class Role(StrEnum):
+    """What a V4.1 layer does about the global KV (model report; config `compress_ratios`, `*_source_layer_ids`)."""
+
+    WINDOW = "window-only"
+    FULL = "full"
+    REUSE = "reuse"
+    REINDEX = "reindex"
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention of DeepSeek-V3: one latent of `kv_lora_rank + rope_dim` per token and layer."""
+
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class CompressedAttention:
+    """Shared-KV attention of DeepSeek-V4.1: a sliding window plus the top-k of a compressed global KV.
+
+    `ratio` tokens form one global entry (0: no global branch). `kv_owner` is the layer whose global KV and index
+    keys are read; `index_limit` caps the entries its indexer scans (None: all visible ones).
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    window: int
+    role: Role
+    ratio: int
+    topk: int
+    kv_owner: int | None
+    index_heads: int
+    index_dim: int
+    index_limit: int | None
+
+    @property
+    def owns_kv(self) -> bool:
+        """Whether this layer writes global KV and index keys."""
+        return self.role is Role.FULL
+
+    @property
+    def runs_indexer(self) -> bool:
+        """Whether this layer scores index keys itself."""
+        return self.role in (Role.FULL, Role.REINDEX)
+
+
+@dataclass(frozen=True)
+class DenseFFN:
+    """A gated feed-forward layer of `width`."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Routed experts of `width`, `topk` per token, beside `num_shared` experts that see every token."""
+
+    num_experts: int
+    topk: int
+    width: int
+    num_shared: int
+
+
+@dataclass(frozen=True)
+class Engram:
+    """An n-gram memory read before a layer: `rows_per_token` rows of `row_dim` from a table of `num_rows`."""
+
+    num_rows: int
+    row_dim: int
+    rows_per_token: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One transformer layer. `bounded` layers need only a prompt's last rows under compact replay."""
+
+    index: int
+    attention: LatentAttention | CompressedAttention
+    ffn: DenseFFN | MoE
+    engram: Engram | None = None
+    bounded: bool = False
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """The draft module. `kind` "dspark": one parallel pass over `block_size` rows; "mtp": one pass per draft."""
+
+    kind: Literal["dspark", "mtp"]
+    layers: tuple[LayerSpec, ...]
+    max_drafts: int
+    block_size: int = 1
+    target_layers: tuple[int, ...] = ()
+    markov_rank: int = 0
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """Bytes of one cache entry: global (`main`), sliding window, index key; 0 where a model has none."""
+
+    name: str
+    main_bytes: int
+    window_bytes: int = 0
+    index_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The facts of a model that layouts, graphs and costs are computed from."""
+
+    name: str
+    family: str
+    hidden_size: int
+    vocab_size: int
+    max_context: int
+    layers: tuple[LayerSpec, ...]
+    draft: DraftSpec | None
+    dense_format: WeightFormat
+    expert_format: WeightFormat
+    kv_formats: tuple[KVFormat, ...]
+    kv: KVFormat
+    hc_mult: int = 0
+    vision_parameters: int = 0
+
+    @property
+    def window(self) -> int:
+        """Tokens of sliding window that every layer keeps per request; 0 for models without one."""
+        return max((a.window for a in self._compressed()), default=0)
+
+    @property
+    def supports_compact_replay(self) -> bool:
+        """Whether a prompt's first rows may skip the bounded layers."""
+        return any(layer.bounded for layer in self.layers)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Global KV of one token over all layers, bytes: what grows with the context."""
+        total = 0.0
+        for layer in self.layers:
+            attention = layer.attention
+            if isinstance(attention, LatentAttention):
+                total += self.kv.main_bytes
+            elif attention.owns_kv:
+                total += (self.kv.main_bytes + self.kv.index_bytes) / attention.ratio
+        return total
+
+    def window_bytes_per_request(self, num_slots: int | None = None, with_draft: bool = False) -> int:
+        """Window rings of one request, bytes; `num_slots` per ring (default: the window itself)."""
+        num_rings = sum(1 for _ in self._compressed())
+        if with_draft and self.draft is not None:
+            num_rings += sum(isinstance(x.attention, CompressedAttention) for x in self.draft.layers)
+        return num_rings * (self.window if num_slots is None else num_slots) * self.kv.window_bytes
+
+    def with_kv(self, name: str) -> ModelSpec:
+        """The same model with another KV format. Raises UsageError for a format the model has not."""
+        for candidate in self.kv_formats:
+            if candidate.name == name:
+                return replace(self, kv=candidate)
+        known = ", ".join(k.name for k in self.kv_formats)
+        raise UsageError(f"unknown KV format {name!r} for {self.name}: known are {known}")
+
+    def _compressed(self) -> list[CompressedAttention]:
+        return [x.attention for x in self.layers if isinstance(x.attention, CompressedAttention)]

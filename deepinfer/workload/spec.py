@@ -1,0 +1,125 @@
+"""What a workload is: lengths, arrivals, number of requests and seed. Part of a plan file: JSON in and out.
+
+A malformed workload is refused by pydantic (`ValidationError`): NaN, infinities, zero, negative numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_TOKENS = 999_999_999
+"""The longest prompt or output of a workload or a trace; keeps arithmetic on lengths exact in int64."""
+
+TraceFormat = Literal["mooncake", "azure"]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+RequestsPerSecond = Annotated[float, Field(gt=0)]
+
+_EDGE = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class FixedLength(BaseModel):
+    """Every request has `tokens` tokens."""
+
+    model_config = _EDGE
+
+    kind: Literal["fixed"] = "fixed"
+    tokens: Tokens
+
+
+class LognormalLength(BaseModel):
+    """Lognormal lengths in tokens, rounded to the nearest integer, then clipped to `minimum` .. `maximum`.
+
+    `mean` is the mean of the distribution itself before clipping, exp(mu + sigma^2 / 2), and `sigma` the
+    standard deviation of its logarithm. Clipping moves the mean of what is drawn; without a `maximum` only
+    MAX_TOKENS clips. A sigma above 10 is refused: its mean comes from draws at sigma deviations, never seen.
+    """
+
+    model_config = _EDGE
+
+    kind: Literal["lognormal"] = "lognormal"
+    mean: float = Field(gt=0, le=MAX_TOKENS)
+    sigma: float = Field(gt=0, le=10)
+    minimum: Tokens = 1
+    maximum: Tokens | None = None
+
+    @model_validator(mode="after")
+    def _mean_within_bounds(self) -> LognormalLength:
+        if self.mean < self.minimum:
+            raise ValueError(f"mean {self.mean:g} is below minimum {self.minimum}")
+        if self.maximum is not None and self.mean > self.maximum:
+            raise ValueError(f"mean {self.mean:g} is above maximum {self.maximum}")
+        return self
+
+
+class PoissonArrivals(BaseModel):
+    """Independent exponential gaps; `rate` in requests/s counts the whole cluster, not one engine."""
+
+    model_config = _EDGE
+
+    kind: Literal["poisson"] = "poisson"
+    rate: RequestsPerSecond
+
+
+class ClosedLoop(BaseModel):
+    """Always `concurrency` requests in the system: a finished one is replaced at once."""
+
+    model_config = _EDGE
+
+    kind: Literal["closed"] = "closed"
+    concurrency: int = Field(ge=1)
+
+
+class TraceArrivals(BaseModel):
+    """The trace's own times; `rate` (requests/s) stretches them so that the whole trace has that mean rate."""
+
+    model_config = _EDGE
+
+    kind: Literal["trace"] = "trace"
+    rate: RequestsPerSecond | None = None
+
+
+class TraceSource(BaseModel):
+    """A trace file, and what it held when the plan was made; `path` may be relative to the working directory."""
+
+    model_config = _EDGE
+
+    path: str = Field(min_length=1)
+    format: TraceFormat
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+Lengths = Annotated[FixedLength | LognormalLength, Field(discriminator="kind")]
+Arrivals = Annotated[PoissonArrivals | ClosedLoop | TraceArrivals, Field(discriminator="kind")]
+
+
+class Workload(BaseModel):
+    """The requests of a run: lengths from `isl` (prompt) and `osl` (output), or both from `trace`.
+
+    A trace's lengths combine with any arrivals; the trace's own times need a trace. `num_requests` takes
+    the first ones of a trace, None all of them.
+    """
+
+    model_config = _EDGE
+
+    isl: Lengths | None = None
+    osl: Lengths | None = None
+    trace: TraceSource | None = None
+    arrivals: Arrivals
+    num_requests: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _one_source_of_lengths(self) -> Workload:
+        if self.trace is not None:
+            if self.isl is not None or self.osl is not None:
+                raise ValueError("isl and osl contradict trace: lengths come from one or the other")
+            return self
+        if self.isl is None or self.osl is None:
+            raise ValueError("lengths need both isl and osl, or a trace")
+        if isinstance(self.arrivals, TraceArrivals):
+            raise ValueError("arrivals of kind 'trace' need a trace")
+        if self.num_requests is None:
+            raise ValueError("num_requests is required without a trace")
+        return self
