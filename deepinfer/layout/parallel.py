@@ -30,6 +30,10 @@ class ParallelLayout:
                 f"layout: ep x etp = {self.expert_group} does not divide the {self.num_ranks} ranks of "
                 f"dp {self.dp} x cp {self.cp} x tp {self.tp}"
             )
+        if self.step_group % self.expert_group or self.step_group % self.replica_ranks:
+            raise UsageError(
+                f"layout: of ep x etp = {self.expert_group} and cp x tp = {self.replica_ranks} one must divide the other"
+            )
 
     @classmethod
     def from_flags(cls, ep: int = 1, cp: int = 1, dp: int = 0) -> ParallelLayout:
@@ -55,6 +59,11 @@ class ParallelLayout:
     def replica_ranks(self) -> int:
         """Ranks of one attention replica: they share its requests."""
         return self.cp * self.tp
+
+    @property
+    def step_group(self) -> int:
+        """Ranks that step together: those that share experts, or one attention replica over several expert groups."""
+        return max(self.expert_group, self.replica_ranks)
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(dp, cp, tp) of a rank."""

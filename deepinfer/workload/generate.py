@@ -47,8 +47,8 @@ def generate_requests(workload: Workload) -> list[RequestSpec]:
     seed), so a new rate changes no length: it stretches the same Poisson gaps. More requests extend the same
     sequence. The first Poisson arrival comes after one gap. Trace times are rescaled over the whole trace
     before the first `num_requests` are taken.
-    Raises UsageError for a trace file that `read_trace` refuses, that changed since the plan was made, or that
-    has fewer requests than asked for, and for a rate that `rescale` refuses.
+    Raises UsageError for a trace file that `read_trace` refuses, that changed since the plan was made, or
+    that has fewer requests than asked for, and for a rate that `rescale` refuses.
     """
     if workload.trace is not None:
         return _from_trace(workload, _verified(workload.trace))
@@ -69,8 +69,8 @@ def request_hashes(spec: RequestSpec, block_size: int) -> tuple[int, ...]:
     An engine block takes the name of the id in which it ends, and its number among the blocks that end there;
     the id vouches for all tokens before it. Two prompts that share their first k ids thus share exactly the
     engine blocks that lie inside those ids. With `block_tokens` a multiple of `block_size` this is
-    `id * (block_tokens // block_size) + sub`. Otherwise an engine block may straddle ids, and is shared only if
-    all of the ids that it touches are: a hit may be missed and none is invented.
+    `id * (block_tokens // block_size) + sub`. Otherwise an engine block may straddle ids, and is shared only
+    if all of the ids that it touches are: a hit may be missed and none is invented.
     Integers are comparable only at the same `block_size` and `block_tokens`. A prompt without ids gets ().
     Raises UsageError when `block_size` is below 1.
     """
@@ -93,12 +93,10 @@ def _stream(seed: int, index: int) -> np.random.Generator:
 def _draw_lengths(lengths: Lengths, num_requests: int, stream: np.random.Generator) -> NDArray[np.int64]:
     if isinstance(lengths, FixedLength):
         return np.full(num_requests, lengths.tokens, dtype=np.int64)
-    # Clipped as logarithms: a large sigma overflows exp, or int64 after it.
-    ceiling = MAX_TOKENS if lengths.maximum is None else lengths.maximum
+    maximum = MAX_TOKENS if lengths.maximum is None else lengths.maximum
     mu = np.log(lengths.mean) - lengths.sigma**2 / 2
-    logs = np.minimum(mu + lengths.sigma * stream.standard_normal(num_requests), np.log(ceiling))
-    drawn: NDArray[np.int64] = np.clip(np.rint(np.exp(logs)), lengths.minimum, ceiling).astype(np.int64)
-    return drawn
+    drawn = np.rint(stream.lognormal(mu, lengths.sigma, num_requests))
+    return np.clip(drawn, lengths.minimum, maximum).astype(np.int64)
 
 
 def _arrivals(

@@ -63,16 +63,20 @@ class PoissonArrivals(BaseModel):
 
 
 class ClosedLoop(BaseModel):
-    """Always `concurrency` requests in the system: a finished one is replaced at once."""
+    """Always `concurrency` requests in the system: a finished one is replaced at once.
+
+    The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step; measurement starts then.
+    """
 
     model_config = _EDGE
 
     kind: Literal["closed"] = "closed"
     concurrency: int = Field(ge=1)
+    ramp_s: float = Field(default=0.0, ge=0)
 
 
 class TraceArrivals(BaseModel):
-    """The trace's own times; `rate` (requests/s) stretches them so that the whole trace has that mean rate."""
+    """The trace's own times; `rate` (requests/s) stretches them so that the whole trace has this mean."""
 
     model_config = _EDGE
 
@@ -81,7 +85,7 @@ class TraceArrivals(BaseModel):
 
 
 class TraceSource(BaseModel):
-    """A trace file, and what it held when the plan was made; `path` may be relative to the working directory."""
+    """A trace file, and what it held when the plan was made; `path` may be relative to the working folder."""
 
     model_config = _EDGE
 

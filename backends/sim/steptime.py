@@ -1,0 +1,65 @@
+"""How long a step takes: the graph's closed form, remembered by the shape of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostModel
+from deepinfer.engine.deployment import Deployment
+from deepinfer.engine.shape import ReplicaLoad, heaviest, replica_load, step_shape
+from deepinfer.scheduler.step import StepPlan
+
+STEPS_PER_OCTAVE = 32
+"""Contexts and mean rows are rounded to 32 values per doubling (2.2%), so that alike steps share one evaluation."""
+CHUNK_ROWS = 64
+"""Rows of prefill chunks are rounded up to a multiple of this."""
+
+
+class StepTimer:
+    """Seconds of a step group's step from the plans of its replicas."""
+
+    def __init__(self, deployment: Deployment, costs: CostModel) -> None:
+        self._graph = deployment.graph()
+        self._costs = costs
+        self._settings = deployment.settings
+        self._known: dict[tuple[ReplicaLoad, float, float], float] = {}
+        self.num_kernels = len(self._graph.steps)
+
+    @property
+    def num_shapes(self) -> int:
+        """Different shapes evaluated so far."""
+        return len(self._known)
+
+    def seconds(self, plans: Sequence[StepPlan | None]) -> float:
+        """The step's time: replicas meet in every expert layer, so the heaviest one sets the pace."""
+        loads = [replica_load(plan) for plan in plans if plan is not None]
+        rows = sum(load.num_rows for load in loads) / len(plans)
+        kept = sum(load.num_kept_rows for load in loads) / len(plans)
+        return max(self._one(_rounded(load), _on_grid(rows), _on_grid(kept)) for load in heaviest(loads))
+
+    def _one(self, load: ReplicaLoad, mean_rows: float, mean_kept_rows: float) -> float:
+        key = (load, mean_rows, mean_kept_rows)
+        seconds = self._known.get(key)
+        if seconds is None:
+            shape = step_shape(load, mean_rows, mean_kept_rows, self._settings.graph_rows)
+            seconds = self._known[key] = float(step_cost(self._graph, shape, self._costs).seconds)
+        return seconds
+
+
+def _rounded(load: ReplicaLoad) -> ReplicaLoad:
+    return ReplicaLoad(
+        load.num_decodes,
+        load.drafts,
+        _on_grid(load.mean_context),
+        tuple(
+            (math.ceil(rows / CHUNK_ROWS) * CHUNK_ROWS, int(_on_grid(start)), kept, last)
+            for rows, start, kept, last in load.chunks
+        ),
+    )
+
+
+def _on_grid(value: float) -> float:
+    """The nearest of `STEPS_PER_OCTAVE` values per doubling; 0 stays 0."""
+    return 2.0 ** (round(math.log2(value) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE) if value > 0 else 0.0

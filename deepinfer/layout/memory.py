@@ -1,0 +1,131 @@
+"""What fits on one rank: weights, workspace, request state and KV blocks, itemised."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from deepinfer.errors import InfeasibleError
+from deepinfer.hardware.spec import Accelerator
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.settings import EngineSettings
+from deepinfer.model.parameters import parameters
+from deepinfer.model.spec import CompressedAttention, ModelSpec, MoE
+from deepinfer.units import format_bytes
+
+STATE_SLOTS_RATIO = 1.2
+"""State slots per running request (DeepInfer 0.1.0, `DEEPINFER_NUM_STATE_SLOTS_RATIO`)."""
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes of one rank by item, in order, and the KV blocks that what is left holds.
+
+    `usable_bytes` is the accelerator's memory times the configured utilisation: the rest is for the device
+    context, captured graphs and communicators.
+    """
+
+    usable_bytes: float
+    items: tuple[tuple[str, float], ...]
+    block_bytes: float
+    num_blocks: int
+    num_slots: int
+
+    @property
+    def kv_bytes(self) -> float:
+        """Bytes of the KV block pool."""
+        return self.num_blocks * self.block_bytes
+
+    def max_requests(self, tokens: float, block_tokens: int) -> int:
+        """Most requests of so many tokens each that the block pool of one attention replica holds at once."""
+        blocks = math.ceil(tokens / block_tokens) if self.block_bytes else 0
+        return self.num_blocks // blocks if blocks else self.num_slots
+
+
+def memory_budget(
+    model: ModelSpec, layout: ParallelLayout, accelerator: Accelerator, settings: EngineSettings
+) -> MemoryBudget:
+    """What one rank holds, and how many KV blocks are left.
+
+    Every cp rank of a replica keeps the replica's whole KV. Raises InfeasibleError when weights, workspace and
+    state leave no room for the KV of a single block per request.
+    """
+    usable = accelerator.hbm_bytes.value * settings.memory_utilization
+    num_slots = math.ceil(STATE_SLOTS_RATIO * settings.max_num_seqs)
+    items = (
+        *weight_items(model, layout),
+        ("workspace", workspace_bytes(model, layout, settings)),
+        ("request state", num_slots * state_bytes_per_request(model, settings.nextn)),
+    )
+    block_bytes = model.kv_bytes_per_token * settings.block_tokens
+    left = usable - sum(size for _, size in items)
+    num_blocks = int(left // block_bytes)
+    if num_blocks < settings.max_num_seqs:
+        need = usable - left + settings.max_num_seqs * block_bytes
+        raise InfeasibleError(
+            f"{model.name} on {accelerator.name} with {layout} needs {format_bytes(need)} per GPU for "
+            f"{settings.max_num_seqs} requests, {format_bytes(need - usable)} more than the usable "
+            f"{format_bytes(usable)}"
+        )
+    return MemoryBudget(usable, items, block_bytes, num_blocks, num_slots)
+
+
+def weight_items(model: ModelSpec, layout: ParallelLayout) -> tuple[tuple[str, float], ...]:
+    """Weights of one rank: dense ones replicated, experts over ep (and etp), Engram tables over the engine's ranks."""
+    share = {"replicated": 1.0, "expert": 1.0 / layout.expert_group, "engram": 1.0 / layout.num_ranks}
+    names = {"replicated": "dense weights", "expert": "expert weights", "engram": "Engram tables"}
+    sizes: dict[str, float] = {}
+    for group in parameters(model):
+        name = "draft weights" if group.owner == "draft" else names[group.placement]
+        sizes[name] = sizes.get(name, 0.0) + group.num_bytes * share[group.placement]
+    return tuple(sizes.items())
+
+
+
+
+def state_bytes_per_request(model: ModelSpec, nextn: int) -> float:
+    """Window rings and compressor tails of one request, bytes; 0 for models without windows.
+
+    A ring holds the window and the positions that verification may roll back: nextn + 1 (DeepInfer 0.1.0,
+    `cache_engine.py`). A compressor keeps FP32 value and gate of as many rows, and of the open one.
+    """
+    if not model.window:
+        return 0.0
+    backtracking = nextn + 1
+    rings = model.window_bytes_per_request(model.window + backtracking, with_draft=nextn > 0)
+    pooled = [
+        layer.attention.head_dim
+        for layer in model.layers
+        if isinstance(layer.attention, CompressedAttention) and layer.attention.owns_kv and layer.attention.ratio > 1
+    ]
+    return rings + sum(2 * 4 * dim * (backtracking + 1) for dim in pooled)
+
+
+def workspace_bytes(model: ModelSpec, layout: ParallelLayout, settings: EngineSettings) -> float:
+    """Activations alive at once in the widest step of one rank, bytes.
+
+    Residual streams, queries and attention output, routed rows on arrival and between the two expert products
+    (twice the balanced number, for skew), and FP32 logits of the decoding rows.
+    """
+    rows = settings.max_tokens_per_step / layout.cp
+    hidden = model.hidden_size
+    streams = max(model.hc_mult, 1) * hidden * 2.0 + 2 * hidden
+    attention = _query_width(model) * 2.0 * 2.0
+    routed = 0.0
+    for layer in model.layers:
+        if isinstance(layer.ffn, MoE):
+            routed = max(routed, 2.0 * layer.ffn.topk * (hidden * 3.0 + layer.ffn.width * 2.0 * 3.0))
+    logits = settings.max_num_seqs * (1 + settings.nextn) / layout.cp * model.vocab_size * 4.0
+    return rows * (streams + attention + routed) + logits
+
+
+def _query_width(model: ModelSpec) -> int:
+    """Widest query of a row over the layers, elements."""
+    widths = []
+    for layer in model.layers:
+        attention = layer.attention
+        if isinstance(attention, CompressedAttention):
+            widths.append(attention.num_heads * attention.head_dim)
+        else:
+            widths.append(attention.num_heads * (attention.kv_lora_rank + attention.rope_dim))
+    return max(widths)

@@ -1,0 +1,131 @@
+"""The plan: the file between planner and engine. Versioned and strict; a backend runs it, a report explains it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepinfer.errors import UsageError
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.settings import EngineSettings
+from deepinfer.metrics.summary import Summary
+from deepinfer.scheduler.speculation import Acceptance
+from deepinfer.workload.spec import Workload
+
+PLAN_VERSION = 1
+
+Objective = Literal["throughput", "cost", "energy", "gpus"]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class LayoutSpec(BaseModel):
+    """Degrees of a `ParallelLayout` in a plan file."""
+
+    model_config = _STRICT
+
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, layout: ParallelLayout) -> LayoutSpec:
+        """The degrees of a layout."""
+        return cls(dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+
+    def resolve(self) -> ParallelLayout:
+        """The layout itself. Raises UsageError when the degrees do not fit together."""
+        return ParallelLayout(**self.model_dump())
+
+
+class Pool(BaseModel):
+    """`replicas` engines of one role, alike in layout and settings."""
+
+    model_config = _STRICT
+
+    role: Literal["mixed", "prefill", "decode", "encode"] = "mixed"
+    replicas: Annotated[int, Field(ge=1)]
+    layout: LayoutSpec
+    settings: EngineSettings
+
+
+class Slo(BaseModel):
+    """Limits on time to first token and time per output token, both at one percentile of the requests."""
+
+    model_config = _STRICT
+
+    ttft_s: Seconds = 2.0
+    tpot_s: Seconds = 0.030
+    percentile: Literal[50, 90, 95, 99] = 90
+
+    def met_by(self, summary: Summary) -> bool:
+        """Whether a run kept both limits."""
+        return (
+            summary.ttft_s.at(self.percentile) <= self.ttft_s and summary.tpot_s.at(self.percentile) <= self.tpot_s
+        )
+
+
+class Plan(BaseModel):
+    """What to run, on what, for which workload and goal, and what the planner expects of it."""
+
+    model_config = _STRICT
+
+    version: Literal[1] = 1
+    model: str
+    hardware: str
+    gpus: Annotated[int, Field(ge=1)]
+    pools: Annotated[tuple[Pool, ...], Field(min_length=1)]
+    workload: Workload
+    acceptance: Acceptance
+    objective: Objective = "throughput"
+    slo: Slo = Slo()
+    host: str = "deepinfer"
+    prediction: Summary | None = None
+
+    def to_json(self) -> str:
+        """The plan as the text of its file."""
+        return json.dumps(self.model_dump(mode="json"), indent=2) + "\n"
+
+
+def load_plan(path: str) -> Plan:
+    """Read a plan file. Raises UsageError when it cannot be read, is of another version, or not a plan."""
+    try:
+        raw: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read plan {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"plan {path} is not valid JSON: {error}") from None
+    version = raw.get("version") if isinstance(raw, dict) else None
+    if version != PLAN_VERSION:
+        raise UsageError(f"plan {path} has version {version!r}; this deepinfer reads version {PLAN_VERSION}")
+    try:
+        return Plan.model_validate_json(json.dumps(raw))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"plan {path}: {where}: {first['msg'].lower()}") from None
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole or not at all. Raises UsageError when the folder cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None

@@ -1,0 +1,30 @@
+"""Settings of one engine: what a plan fixes beside the layout, resolved once and never changed."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineSettings(BaseModel):
+    """Settings of one engine; defaults are DeepInfer 0.1.0's where it has them.
+
+    `max_num_seqs` requests run at once per attention replica; a step computes at most `max_tokens_per_step` rows
+    of it. `nextn` drafts are verified per request. `keep_tokens` rows of a prompt go through bounded layers in
+    compact replay.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    max_tokens_per_step: Annotated[int, Field(ge=1)] = 4096
+    nextn: Annotated[int, Field(ge=0)] = 0
+    replay: Literal["off", "compact"] = "off"
+    keep_tokens: Annotated[int, Field(ge=1)] = 140
+    block_tokens: Annotated[int, Field(ge=1)] = 128
+    prefix_cache: bool = True
+    async_scheduling: bool = True
+    graph_rows: Annotated[int, Field(ge=1)] = 8
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.90
+    kv_format: str | None = None

@@ -1,0 +1,146 @@
+"""From a run's record to the figures people quote, each with its name, unit and convention."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from deepinfer.errors import InfeasibleError
+from deepinfer.metrics.record import RunRecord
+
+Floats = npt.NDArray[np.float64]
+
+
+class Percentiles(BaseModel):
+    """Mean and percentiles of a latency, seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+    def at(self, percentile: int) -> float:
+        """One of the stored percentiles by its number. Raises KeyError for others."""
+        return {50: self.p50, 90: self.p90, 95: self.p95, 99: self.p99}[percentile]
+
+
+class Summary(BaseModel):
+    """A run in figures, over its measurement window. The three throughputs are different things:
+
+    `steps_per_s` counts steps of one engine (SPS); `full_acceptance_tokens_per_s_per_gpu` pretends that every draft
+    is kept (DeepInfer's benchmark convention, an upper bound); `output_tokens_per_s_per_gpu` is what users receive,
+    with `tau` tokens kept per step and request. TPOT is (last - first token) / (tokens - 1) of a request; ITL the gap
+    between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_gpus: int
+    window_s: float
+    requests_measured: int
+    requests_finished: int
+    requests_refused: int
+    output_tokens_per_s_per_gpu: float
+    full_acceptance_tokens_per_s_per_gpu: float
+    steps_per_s: float
+    input_tokens_per_s_per_gpu: float
+    tokens_per_s_per_user: float
+    tau: float
+    ttft_s: Percentiles
+    tpot_s: Percentiles
+    itl_s: Percentiles
+    e2e_s: Percentiles
+    goodput: float
+    running_per_gpu: float
+    device_busy: float
+    preemptions: int
+    prefix_hit_ratio: float
+
+
+def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
+    """Figures of a run; `goodput` is the share of measured requests within both limits.
+
+    Measured are the requests that finished in the window; TTFT is taken over those whose first token fell in it.
+    Raises InfeasibleError when no request finished in the window.
+    """
+    start, end = record.window_start_s, record.window_end_s
+    seconds = end - start
+    all_requests = list(record.requests.values())
+    done = [r for r in all_requests if r.finish_s >= 0 and start <= r.finish_s <= end]
+    if not done or seconds <= 0:
+        raise InfeasibleError("no request finished in the measurement window: the run is too short or overloaded")
+    ttft = _array([r.first_token_s - r.arrival_s for r in all_requests if start <= r.first_token_s <= end])
+    lasting = [r for r in done if r.output_tokens > 1]
+    tpot = _array([(r.last_token_s - r.first_token_s) / (r.output_tokens - 1) for r in lasting])
+    good = sum(
+        r.first_token_s - r.arrival_s <= ttft_s
+        and (r.output_tokens < 2 or (r.last_token_s - r.first_token_s) / (r.output_tokens - 1) <= tpot_s)
+        for r in done
+    )
+    in_window = _within(np.asarray(record.step_end_s), start, end)
+    delivered = _within(np.asarray(record.delivery_s), start, end)
+    decodes = np.asarray(record.step_decodes)[in_window].sum()
+    decode_rows = np.asarray(record.step_decode_rows)[in_window].sum()
+    prefill_rows = np.asarray(record.step_prefill_rows)[in_window].sum()
+    output = np.asarray(record.delivery_tokens)[delivered].sum()
+    gaps, kept = np.asarray(record.interval_s), np.asarray(record.interval_tokens)
+    decoded = kept.sum()
+    tpot_figures = _percentiles(tpot)
+    num_steps = int(in_window.sum())
+    return Summary(
+        num_gpus=record.num_gpus,
+        window_s=seconds,
+        requests_measured=len(done),
+        requests_finished=sum(r.finish_s >= 0 for r in all_requests),
+        requests_refused=len(record.refused),
+        output_tokens_per_s_per_gpu=float(output / seconds / record.num_gpus),
+        full_acceptance_tokens_per_s_per_gpu=float(decode_rows / seconds / record.num_gpus),
+        steps_per_s=num_steps / seconds / record.step_groups,
+        input_tokens_per_s_per_gpu=float(prefill_rows / seconds / record.num_gpus),
+        tokens_per_s_per_user=1.0 / tpot_figures.p50 if tpot_figures.p50 > 0 else 0.0,
+        tau=float(decoded / len(kept)) if len(kept) else 1.0,
+        ttft_s=_percentiles(ttft),
+        tpot_s=tpot_figures,
+        itl_s=_token_percentiles(gaps, kept),
+        e2e_s=_percentiles(_array([r.finish_s - r.arrival_s for r in done])),
+        goodput=good / len(done),
+        running_per_gpu=float(decodes / max(num_steps, 1) * record.step_groups / record.num_gpus),
+        device_busy=record.device_busy_s,
+        preemptions=record.num_preemptions,
+        prefix_hit_ratio=record.num_hit_tokens / max(record.num_prompt_tokens, 1),
+    )
+
+
+def _array(values: list[float]) -> Floats:
+    return np.asarray(values, dtype=np.float64)
+
+
+def _within(times: Floats, start: float, end: float) -> npt.NDArray[np.bool_]:
+    inside: npt.NDArray[np.bool_] = (times >= start) & (times <= end)
+    return inside
+
+
+def _percentiles(values: Floats) -> Percentiles:
+    if not len(values):
+        return Percentiles(mean=0.0, p50=0.0, p90=0.0, p95=0.0, p99=0.0)
+    p50, p90, p95, p99 = (float(v) for v in np.percentile(values, (50, 90, 95, 99)))
+    return Percentiles(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99)
+
+
+def _token_percentiles(gaps: Floats, tokens: npt.NDArray[np.int64]) -> Percentiles:
+    """Inter-token latencies: one gap per delivery, and zeros for the tokens that came with it."""
+    total = int(tokens.sum())
+    if not total:
+        return _percentiles(gaps)
+    order = np.sort(gaps)
+    zeros = total - len(order)
+
+    def at(percentile: float) -> float:
+        rank = int(np.ceil(percentile / 100 * total)) - 1
+        return 0.0 if rank < zeros else float(order[rank - zeros])
+
+    return Percentiles(mean=float(gaps.sum() / total), p50=at(50), p90=at(90), p95=at(95), p99=at(99))

@@ -1,0 +1,20 @@
+"""What the scheduler knows of a request: token counts and block hashes, never tokens or tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as it arrives: `block_hashes` identify the full KV blocks of its prompt (empty: a unique prompt).
+
+    It ends after `max_new_tokens` tokens, or earlier when a step's result says so. `arrival_s` is only carried
+    along: the scheduler has no clock.
+    """
+
+    id: int
+    prompt_tokens: int
+    max_new_tokens: int
+    block_hashes: tuple[int, ...] = ()
+    arrival_s: float = 0.0

@@ -1,0 +1,85 @@
+"""Speculative decoding as numbers: how many drafts a step keeps, on average and drawn one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+class Acceptance(BaseModel):
+    """How likely drafts are accepted, where the numbers come from, and by which convention they are meant.
+
+    `conditional`: rates[i] is the chance that draft i is accepted when all before it were; the last rate holds for
+    all later ones, and tau = 1 + sum of products. `linear`: DeepInfer's README convention, tau = 1 + nextn x rate.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    convention: Literal["conditional", "linear"] = "conditional"
+    rates: Annotated[tuple[Probability, ...], Field(min_length=1)]
+    source: str
+
+    def survival(self, nextn: int) -> list[float]:
+        """Chance that the first k drafts are all accepted, for k = 1..nextn."""
+        rates = [self.rates[min(i, len(self.rates) - 1)] for i in range(nextn)]
+        if self.convention == "linear":
+            return rates
+        return list(itertools.accumulate(rates, lambda a, b: a * b))
+
+    def tau(self, nextn: int) -> float:
+        """Mean tokens kept per step and request, the bonus token included."""
+        return 1.0 + sum(self.survival(nextn))
+
+    def draw(self, seed: int, request_id: int, first_round: int, num_rounds: int, nextn: int) -> list[int]:
+        """Tokens kept in each of `num_rounds` steps of a request, from `first_round` on.
+
+        Each is a function of (seed, request, round) alone, whatever the batch, the process or the order of calls.
+        """
+        uniform = _uniform(seed, request_id, np.arange(first_round, first_round + num_rounds, dtype=np.uint64))
+        # tokens > k exactly when u < survival[k - 1]: one uniform gives the whole accepted prefix.
+        survival = np.asarray(self.survival(nextn))[::-1]
+        kept = nextn - np.searchsorted(survival, uniform, side="right")
+        return (1 + kept).tolist()  # type: ignore[no-any-return]
+
+
+def _uniform(seed: int, request_id: int, rounds: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1), one per round: SplitMix64 of (seed, request, round) (Steele et al., OOPSLA 2014)."""
+    with np.errstate(over="ignore"):
+        key = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF) + _GOLDEN)
+        key = _mix(key ^ np.uint64(request_id) + _GOLDEN)
+        words = _mix(key + rounds * _GOLDEN)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(word: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
+    word = (word ^ (word >> np.uint64(30))) * _MIX_1
+    word = (word ^ (word >> np.uint64(27))) * _MIX_2
+    return np.asarray(word ^ (word >> np.uint64(31)))
+
+
+def default_acceptance(family: str) -> Acceptance:
+    """Acceptance of a model family's own draft module, from published measurements; rate 0 without any."""
+    return _PUBLISHED.get(family, Acceptance(rates=(0.0,), source="no published acceptance for this model"))
+
+
+_PUBLISHED = {
+    "deepseek-v4.1": Acceptance(
+        rates=(0.778,),
+        source="V4.1-Flash golden accept length 3.51 at 5 drafts (InferenceX #2964: SPEED-Bench coding, thinking on, "
+        "temperature 1, block rule), read as one conditional rate",
+    ),
+    "deepseek-v3": Acceptance(
+        rates=(0.79, 0.61, 0.46, 0.23, 0.20, 0.0),
+        source="V4-Pro MTP accept lengths 1.79, 2.27, 2.49, 2.54, 2.55 (InferenceX golden_al_distribution: coding, "
+        "thinking on); no curve beyond the second token is published for V3",
+    ),
+}
