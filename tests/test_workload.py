@@ -67,9 +67,7 @@ def synthetic(**changes: Any) -> Workload:
     [
         synthetic(),
         synthetic(isl=FixedLength(tokens=1), arrivals=ClosedLoop(concurrency=3)),
-        Workload(
-            trace=TraceSource(path="t", format="azure", sha256="0" * 64), arrivals=TraceArrivals(rate=0.1)
-        ),
+        Workload(trace=TraceSource(path="t", format="azure", sha256="0" * 64), arrivals=TraceArrivals(rate=0.1)),
     ],
 )
 def test_a_workload_survives_json(workload: Workload) -> None:
@@ -137,9 +135,7 @@ def test_models_are_frozen() -> None:
 
 def test_lognormal_mean_and_spread() -> None:
     num_requests, sigma = 40_000, 0.6
-    requests = generate_requests(
-        synthetic(isl=LognormalLength(mean=5000, sigma=sigma), num_requests=num_requests)
-    )
+    requests = generate_requests(synthetic(isl=LognormalLength(mean=5000, sigma=sigma), num_requests=num_requests))
     lengths = np.array([request.prompt_tokens for request in requests])
     deviation = 5000 * math.sqrt(math.exp(sigma**2) - 1)
     assert abs(lengths.mean() - 5000) < 4 * deviation / math.sqrt(num_requests)
@@ -185,9 +181,7 @@ def test_prompt_and_output_streams_differ() -> None:
 @pytest.mark.parametrize("arrivals", [PoissonArrivals(rate=8.0), ClosedLoop(concurrency=2)])
 def test_arrivals_do_not_change_lengths(arrivals: PoissonArrivals | ClosedLoop) -> None:
     before, after = generate_requests(synthetic()), generate_requests(synthetic(arrivals=arrivals))
-    assert [(r.prompt_tokens, r.output_tokens) for r in before] == [
-        (r.prompt_tokens, r.output_tokens) for r in after
-    ]
+    assert [(r.prompt_tokens, r.output_tokens) for r in before] == [(r.prompt_tokens, r.output_tokens) for r in after]
     halves = [0.0 if isinstance(arrivals, ClosedLoop) else r.arrival_s / 2 for r in before]
     assert [r.arrival_s for r in after] == pytest.approx(halves)
 
@@ -321,9 +315,7 @@ def test_azure_file_keeps_the_seventh_digit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [MOONCAKE, AZURE])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-def test_newlines_and_byte_order_marks_do_not_matter(
-    tmp_path: Path, data: bytes, newline: bytes, mark: bytes
-) -> None:
+def test_newlines_and_byte_order_marks_do_not_matter(tmp_path: Path, data: bytes, newline: bytes, mark: bytes) -> None:
     plain = data.replace(b"\r\n", b"\n")
     other = read_trace(write(tmp_path, mark + plain.replace(b"\n", newline) + newline * 2, "other"))
     assert columns(other) == columns(read_trace(write(tmp_path, data)))
@@ -416,9 +408,7 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         read_trace(write(tmp_path, AZURE) / "below-a-file")
 
 
-@pytest.mark.parametrize(
-    "row", ["2024-05-10T00:00:01", "2024-05-10 00:00:01.00+00:00", "2024-05-10 00:00:01Z"]
-)
+@pytest.mark.parametrize("row", ["2024-05-10T00:00:01", "2024-05-10 00:00:01.00+00:00", "2024-05-10 00:00:01Z"])
 def test_other_spellings_of_utc(tmp_path: Path, row: str) -> None:
     header = "TIMESTAMP,ContextTokens,GeneratedTokens"
     trace = read_trace(write(tmp_path, f"{header}\n{row},1,1\n2024-05-10 00:00:00,2,2\n".encode()))
@@ -521,9 +511,7 @@ def test_two_prompts_share_exactly_the_blocks_inside_their_shared_ids(
 
 @settings(deadline=None)
 @given(**sizes, paths=st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=6))
-def test_equal_hashes_mean_equal_tokens_up_to_there(
-    block_tokens: int, block_size: int, paths: list[list[int]]
-) -> None:
+def test_equal_hashes_mean_equal_tokens_up_to_there(block_tokens: int, block_size: int, paths: list[list[int]]) -> None:
     """Against brute force: ids name the nodes of a tree of prefixes, each spelled out token by token."""
     names: dict[tuple[int, ...], int] = {}
     meaning: dict[int, list[int]] = {}
@@ -584,9 +572,7 @@ def test_mooncake_hits_in_engine_blocks_are_the_full_blocks_of_the_known_ids(blo
     requests = generate_requests(from_trace(SHARED_TRACES / "mooncake_conversation.jsonl", num_requests=2000))
     by_id = num_seen([request.block_ids for request in requests])
     by_block = num_seen([request_hashes(request, block_size) for request in requests])
-    expected = [
-        min(r.prompt_tokens, 512 * hits) // block_size for r, hits in zip(requests, by_id, strict=True)
-    ]
+    expected = [min(r.prompt_tokens, 512 * hits) // block_size for r, hits in zip(requests, by_id, strict=True)]
     assert by_block == expected
 
 

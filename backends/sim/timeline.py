@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import simpy
 
@@ -21,12 +21,13 @@ def simulate_step(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
     device event do.
     """
     seconds, _ = operator_seconds(graph, shape, costs)
-    return run_graph(graph, {operator: float(s) for operator, s in seconds.items()})
+    return run_graph(graph, [float(s) for s in seconds])
 
 
-def run_graph(graph: ExecutionGraph, seconds: dict[Operator, float]) -> list[Span]:
-    """Run the graph once with given operator times."""
+def run_graph(graph: ExecutionGraph, seconds: Sequence[float]) -> list[Span]:
+    """Run the graph once, given the seconds of each of `graph.operators`."""
     env = simpy.Environment()
+    seconds_of = dict(zip(graph.operators, seconds, strict=True))
     streams: dict[str, simpy.Resource] = {}
     written: dict[str, simpy.Event] = {}
     spans: list[Span] = []
@@ -35,7 +36,7 @@ def run_graph(graph: ExecutionGraph, seconds: dict[Operator, float]) -> list[Spa
             stream = streams.setdefault(operator.stream, simpy.Resource(env, capacity=1))
             needs = [written[slot] for slot in operator.inputs if slot in written]
             done = env.event()
-            env.process(_operator(env, operator, block.name, stream, needs, done, seconds[operator], spans))
+            env.process(_operator(env, operator, block.name, stream, needs, done, seconds_of[operator], spans))
             written.update(dict.fromkeys(operator.outputs, done))
     env.run()
     return spans

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deepinfer.cost.model import CostModel, Source
 from deepinfer.graph.graph import ExecutionGraph
-from deepinfer.graph.ops import Operator
-from deepinfer.graph.shape import Num, StepShape
+from deepinfer.graph.shape import StepShape
+from deepinfer.numeric import Num, larger
 
 
 @dataclass(frozen=True)
@@ -31,19 +31,11 @@ class PathItem:
     count: int
 
 
-def operator_seconds(
-    graph: ExecutionGraph, shape: StepShape, costs: CostModel
-) -> tuple[dict[Operator, Num], Source]:
-    """Seconds of every distinct operator, and the weakest source of those that do any work."""
-    seconds: dict[Operator, Num] = {}
-    weakest = Source.MEASURED
-    for block in graph.distinct_blocks:
-        for operator in block.operators:
-            cost = costs.cost(operator, operator.work(shape))
-            seconds[operator] = cost.seconds
-            if np.any(cost.seconds):
-                weakest = min(weakest, cost.source)
-    return seconds, weakest
+def operator_seconds(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> tuple[list[Num], Source]:
+    """Seconds of each of `graph.operators`, and the weakest source of those that do any work."""
+    found = [costs.cost(operator, operator.work(shape)) for operator in graph.operators]
+    working = [c.source for c in found if (c.seconds.any() if isinstance(c.seconds, np.ndarray) else c.seconds)]
+    return [c.seconds for c in found], min(working, default=Source.MEASURED)
 
 
 def step_cost(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> StepCost:
@@ -52,7 +44,10 @@ def step_cost(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> Step
     Exact for streams that execute in issue order; `backends.sim` reproduces it event by event.
     """
     seconds, source = operator_seconds(graph, shape, costs)
-    return StepCost(_finish_times(graph, seconds)[1], source)
+    makespan: Num = 0.0
+    for end in finish_times(graph, seconds):
+        makespan = larger(makespan, end)
+    return StepCost(makespan, source)
 
 
 def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> list[PathItem]:
@@ -61,12 +56,13 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
     `shape` must be one step, not an array of them.
     """
     seconds, _ = operator_seconds(graph, shape, costs)
-    ends, _ = _finish_times(graph, seconds)
+    ends = [float(end) for end in finish_times(graph, seconds)]
     totals: dict[tuple[str, str], tuple[float, int]] = {}
-    position: int | None = int(np.argmax(ends)) if ends else None
+    position = max(range(len(ends)), key=lambda i: ends[i], default=None)
     while position is not None:
         step = graph.steps[position]
-        key = (step.operator.name, step.operator.stream)
+        operator = graph.operators[step.operator]
+        key = (operator.name, operator.stream)
         spent, count = totals.get(key, (0.0, 0))
         totals[key] = (spent + float(seconds[step.operator]), count + 1)
         position = max(step.after, key=lambda i: ends[i], default=None)
@@ -74,13 +70,14 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
     return sorted((i for i in items if i.seconds > 0), key=lambda i: -i.seconds)
 
 
-def _finish_times(graph: ExecutionGraph, seconds: dict[Operator, Num]) -> tuple[list[Num], Num]:
-    """When each step of the unrolled graph ends, and when the last one does."""
-    larger = np.maximum if any(isinstance(s, np.ndarray) for s in seconds.values()) else max
+def finish_times(graph: ExecutionGraph, seconds: Sequence[Num]) -> list[Num]:
+    """When each of `graph.steps` ends, given the seconds of each of `graph.operators`."""
     ends: list[Num] = []
-    for step in graph.steps:
+    for index, after in graph.steps:
         start: Num = 0.0
-        for i in step.after:
-            start = larger(start, ends[i])
-        ends.append(start + seconds[step.operator])
-    return ends, functools.reduce(larger, ends, 0.0)
+        if after:
+            start = ends[after[0]]
+            for i in after[1:]:
+                start = larger(start, ends[i])
+        ends.append(start + seconds[index])
+    return ends

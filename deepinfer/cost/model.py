@@ -22,8 +22,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
-from deepinfer.graph.shape import Num
-from deepinfer.hardware.spec import Accelerator
+from deepinfer.hardware.spec import Accelerator, Precision
+from deepinfer.numeric import Num, larger, smaller, where_positive
 
 _PROFILES = Path(__file__).parent / "profiles"
 
@@ -104,34 +104,40 @@ class CostModel:
     def __init__(self, accelerator: Accelerator, profile: CostProfile | None = None) -> None:
         self.accelerator = accelerator
         self.profile = load_profile(accelerator.family) if profile is None else profile
+        self._known_rates: dict[tuple[OpKind, Precision], tuple[OperatorParameters, float, float]] = {}
 
     def cost(self, operator: Operator, work: Work) -> Cost:
         """Seconds that `operator` takes for `work` on one rank, elementwise for arrays; 0 where there is no work."""
-        p = self.profile.parameters(operator.kind, work.precision)
+        p, peak, bandwidth = self._rates(operator.kind, work.precision)
         num_bytes = work.bytes_read + work.bytes_written
-        peak = self.accelerator.peak_flops_per_s(work.precision) * p.compute_efficiency
-        compute = work.flops * (1.0 + p.rows_half / np.maximum(work.rows, 1e-9)) / peak
-        memory = num_bytes / (self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency)
-        seconds = _soft_max(compute, memory, p.sharpness)
+        compute = work.flops * (1.0 + p.rows_half / larger(work.rows, 1e-9)) / peak
+        seconds = _rounded_maximum(compute, num_bytes / bandwidth, p.sharpness)
         amount = work.flops + num_bytes
         if work.message is not None:
             seconds = seconds + self._message_seconds(work.message, p)
             amount = amount + work.message.scale_up_bytes + work.message.scale_out_bytes
-        # np.where keeps the formula one pass over arrays; a float stays a float.
-        total = np.where(amount > 0, p.startup_s + seconds, 0.0)
-        return Cost(total if total.ndim else float(total), p.cost_source)
+        return Cost(where_positive(amount, p.startup_s + seconds), p.cost_source)
+
+    def _rates(self, kind: OpKind, precision: Precision) -> tuple[OperatorParameters, float, float]:
+        """Parameters, reachable FLOP/s and reachable HBM bytes/s of an operator kind."""
+        known = self._known_rates.get((kind, precision))
+        if known is None:
+            p = self.profile.parameters(kind, precision)
+            peak = self.accelerator.peak_flops_per_s(precision) * p.compute_efficiency
+            bandwidth = self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency
+            known = self._known_rates[kind, precision] = (p, peak, bandwidth)
+        return known
 
     def _message_seconds(self, message: Message, p: OperatorParameters) -> Num:
         up, out = self.accelerator.scale_up, self.accelerator.scale_out
         up_s = message.scale_up_bytes / (up.bytes_per_s.value * p.scale_up_efficiency)
         out_s = message.scale_out_bytes / (out.bytes_per_s.value * p.scale_out_efficiency)
-        if out.latency_s is not None:
-            out_s = out_s + np.where(message.scale_out_bytes > 0, out.latency_s.value, 0.0)
-        return np.maximum(up_s, out_s)
+        latency_s = out.latency_s.value if out.latency_s else 0.0
+        return larger(up_s, where_positive(message.scale_out_bytes, latency_s + out_s))
 
 
-def _soft_max(a: Num, b: Num, sharpness: float) -> Num:
+def _rounded_maximum(a: Num, b: Num, sharpness: float) -> Num:
     """(a^p + b^p)^(1/p), safe where both are 0."""
-    high, low = np.maximum(a, b), np.minimum(a, b)
-    ratio = low / np.maximum(high, 1e-300)
+    high, low = larger(a, b), smaller(a, b)
+    ratio = low / larger(high, 1e-300)
     return high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)

@@ -95,9 +95,7 @@ def run_engine(schedulers: Sequence[Scheduler], asynchronous: bool) -> Generator
             yield from _take_in(schedulers, *in_flight.popleft())
 
 
-def _take_in(
-    schedulers: Sequence[Scheduler], ticket: int, plans: Plans
-) -> Generator[Wish, Answer, None]:
+def _take_in(schedulers: Sequence[Scheduler], ticket: int, plans: Plans) -> Generator[Wish, Answer, None]:
     """Collect one step, commit it and deliver its tokens."""
     results = yield Collect(ticket)
     assert isinstance(results, tuple)

@@ -9,33 +9,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from deepinfer.graph.ops import Operator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Block:
-    """Operators of one layer (or of the head, the draft, ...) in issue order."""
+    """Operators of one layer (or of the head, the draft, ...) in issue order; compared by identity."""
 
     name: str
     operators: tuple[Operator, ...]
 
 
-@dataclass(frozen=True)
-class Step:
-    """One issued operator of the unrolled graph: which operator, in which block instance, after which others.
+class Step(NamedTuple):
+    """One issued operator of the unrolled graph: which of `ExecutionGraph.operators`, and after which steps.
 
     `after` are positions in the unrolled order: the last writer of each input, and the previous operator on the
     same stream (streams execute in issue order).
     """
 
-    position: int
-    block: str
-    operator: Operator
+    operator: int
     after: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ExecutionGraph:
     """Blocks in execution order; the same `Block` object may appear many times.
 
@@ -46,9 +44,9 @@ class ExecutionGraph:
     blocks: tuple[Block, ...]
 
     @cached_property
-    def distinct_blocks(self) -> tuple[Block, ...]:
-        """Every block once, in order of first appearance."""
-        return tuple(dict.fromkeys(self.blocks))
+    def operators(self) -> tuple[Operator, ...]:
+        """Every operator once: those of blocks that appear many times have one cost for all of them."""
+        return tuple(op for block in dict.fromkeys(self.blocks) for op in block.operators)
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -56,16 +54,14 @@ class ExecutionGraph:
         return tuple(self._unroll())
 
     def _unroll(self) -> Iterator[Step]:
+        index = {operator: i for i, operator in enumerate(self.operators)}
         writer: dict[str, int] = {}
         last_on_stream: dict[str, int] = {}
-        position = 0
-        for block in self.blocks:
-            for operator in block.operators:
-                after = {writer[name] for name in operator.inputs if name in writer}
-                if operator.stream in last_on_stream:
-                    after.add(last_on_stream[operator.stream])
-                yield Step(position, block.name, operator, tuple(sorted(after)))
-                for name in operator.outputs:
-                    writer[name] = position
-                last_on_stream[operator.stream] = position
-                position += 1
+        operators = (operator for block in self.blocks for operator in block.operators)
+        for position, operator in enumerate(operators):
+            after = {writer[name] for name in operator.inputs if name in writer}
+            if operator.stream in last_on_stream:
+                after.add(last_on_stream[operator.stream])
+            yield Step(index[operator], tuple(sorted(after)))
+            writer.update(dict.fromkeys(operator.outputs, position))
+            last_on_stream[operator.stream] = position

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from deepinfer.graph.shape import Num, StepShape
+from deepinfer.graph.shape import StepShape
 from deepinfer.hardware.spec import Precision
+from deepinfer.numeric import Num
 
 Stream = Literal["compute", "comm", "copy", "host"]
 Pattern = Literal["all_to_all", "all_gather", "all_reduce"]
@@ -34,7 +35,7 @@ class OpKind(StrEnum):
     ALL_REDUCE = "all_reduce"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """What one rank sends in a collective, bytes by link class, to `peers` ranks."""
 
@@ -44,7 +45,7 @@ class Message:
     peers: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What one operator does on one rank in one step.
 
@@ -60,9 +61,9 @@ class Work:
     message: Message | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operator:
-    """One operator of an execution graph: it reads `inputs`, writes `outputs` (named slots) and runs on `stream`."""
+    """One operator of an execution graph (compared by identity): it reads `inputs`, writes `outputs` (named slots) and runs on `stream`."""
 
     name: str
     kind: OpKind

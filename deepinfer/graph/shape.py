@@ -6,11 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-import numpy.typing as npt
-
-Num = float | npt.NDArray[np.float64]
-"""A number or an array of them: formulas accept both, and arrays broadcast."""
+from deepinfer.numeric import Num, larger, smaller
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,9 @@ class StepShape:
         if self.decode is not None:
             groups.append((self.decode.count, self.decode.context + self.decode.rows))
         count = sum((c for c, _ in groups), 0.0)
-        context = sum((c * x for c, x in groups), 0.0) / np.maximum(count, 1e-9)
+        context = sum((c * x for c, x in groups), 0.0) / larger(count, 1e-9)
         # Draft rows spread over the expert group as the verified rows do.
-        mean = count * rows * self.expert_rows / np.maximum(self.rows, 1e-9)
+        mean = count * rows * self.expert_rows / larger(self.rows, 1e-9)
         return StepShape(Sequences(count, rows, context, rows, rows), mean_rows=mean)
 
 
@@ -115,5 +111,5 @@ def visible_entries(context: Num, rows: Num, ratio: float = 1.0, cap: float | No
 def _entries_up_to(length: Num, ratio: float, cap: float | None) -> Num:
     if cap is None:
         return length * (length + 1.0) / (2.0 * ratio)
-    growing = np.minimum(length, cap * ratio)
+    growing = smaller(length, cap * ratio)
     return growing * (growing + 1.0) / (2.0 * ratio) + cap * (length - growing)

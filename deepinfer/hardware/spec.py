@@ -71,7 +71,9 @@ class Accelerator(BaseModel):
         if quantity is None and precision == "fp4":
             quantity = self.flops_per_s.get("fp8")
         if quantity is None:
-            raise NoDataError(f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source")
+            raise NoDataError(
+                f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source"
+            )
         return quantity.value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from deepinfer.errors import InfeasibleError
 from deepinfer.hardware.spec import Accelerator
@@ -11,6 +12,7 @@ from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.parameters import parameters
 from deepinfer.model.spec import CompressedAttention, ModelSpec, MoE
+from deepinfer.numeric import Num
 from deepinfer.units import format_bytes
 
 STATE_SLOTS_RATIO = 1.2
@@ -51,10 +53,11 @@ def memory_budget(
     state leave no room for the KV of a single block per request.
     """
     usable = accelerator.hbm_bytes.value * settings.memory_utilization
+    logit_rows = settings.max_num_seqs * (1 + settings.nextn)
     num_slots = math.ceil(STATE_SLOTS_RATIO * settings.max_num_seqs)
     items = (
         *weight_items(model, layout),
-        ("workspace", workspace_bytes(model, layout, settings)),
+        ("workspace", float(workspace_bytes(model, layout, settings.max_tokens_per_step, logit_rows))),
         ("request state", num_slots * state_bytes_per_request(model, settings.nextn)),
     )
     block_bytes = model.kv_bytes_per_token * settings.block_tokens
@@ -70,6 +73,7 @@ def memory_budget(
     return MemoryBudget(usable, items, block_bytes, num_blocks, num_slots)
 
 
+@lru_cache(maxsize=256)
 def weight_items(model: ModelSpec, layout: ParallelLayout) -> tuple[tuple[str, float], ...]:
     """Weights of one rank: dense ones replicated, experts over ep (and etp), Engram tables over the engine's ranks."""
     share = {"replicated": 1.0, "expert": 1.0 / layout.expert_group, "engram": 1.0 / layout.num_ranks}
@@ -79,8 +83,6 @@ def weight_items(model: ModelSpec, layout: ParallelLayout) -> tuple[tuple[str, f
         name = "draft weights" if group.owner == "draft" else names[group.placement]
         sizes[name] = sizes.get(name, 0.0) + group.num_bytes * share[group.placement]
     return tuple(sizes.items())
-
-
 
 
 def state_bytes_per_request(model: ModelSpec, nextn: int) -> float:
@@ -98,25 +100,27 @@ def state_bytes_per_request(model: ModelSpec, nextn: int) -> float:
         for layer in model.layers
         if isinstance(layer.attention, CompressedAttention) and layer.attention.owns_kv and layer.attention.ratio > 1
     ]
-    return rings + sum(2 * 4 * dim * (backtracking + 1) for dim in pooled)
+    return rings + sum(2.0 * 4.0 * dim * (backtracking + 1) for dim in pooled)
 
 
-def workspace_bytes(model: ModelSpec, layout: ParallelLayout, settings: EngineSettings) -> float:
-    """Activations alive at once in the widest step of one rank, bytes.
+def workspace_bytes(model: ModelSpec, layout: ParallelLayout, rows: Num, logit_rows: Num) -> Num:
+    """Activations alive at once in a step of `rows` rows per replica, bytes on one rank.
 
     Residual streams, queries and attention output, routed rows on arrival and between the two expert products
-    (twice the balanced number, for skew), and FP32 logits of the decoding rows.
+    (twice the balanced number, for skew), and FP32 logits of `logit_rows` rows.
     """
-    rows = settings.max_tokens_per_step / layout.cp
     hidden = model.hidden_size
-    streams = max(model.hc_mult, 1) * hidden * 2.0 + 2 * hidden
+    streams = max(model.hc_mult, 1) * hidden * 2.0 + 2.0 * hidden
     attention = _query_width(model) * 2.0 * 2.0
-    routed = 0.0
-    for layer in model.layers:
-        if isinstance(layer.ffn, MoE):
-            routed = max(routed, 2.0 * layer.ffn.topk * (hidden * 3.0 + layer.ffn.width * 2.0 * 3.0))
-    logits = settings.max_num_seqs * (1 + settings.nextn) / layout.cp * model.vocab_size * 4.0
-    return rows * (streams + attention + routed) + logits
+    routed = max(
+        (
+            2.0 * layer.ffn.topk * (hidden * 3.0 + layer.ffn.width * 6.0)
+            for layer in model.layers
+            if isinstance(layer.ffn, MoE)
+        ),
+        default=0.0,
+    )
+    return (rows * (streams + attention + routed) + logit_rows * (model.vocab_size * 4.0)) / layout.cp
 
 
 def _query_width(model: ModelSpec) -> int:

@@ -68,9 +68,7 @@ class Slo(BaseModel):
 
     def met_by(self, summary: Summary) -> bool:
         """Whether a run kept both limits."""
-        return (
-            summary.ttft_s.at(self.percentile) <= self.ttft_s and summary.tpot_s.at(self.percentile) <= self.tpot_s
-        )
+        return summary.ttft_s.at(self.percentile) <= self.ttft_s and summary.tpot_s.at(self.percentile) <= self.tpot_s
 
 
 class Plan(BaseModel):

@@ -319,8 +319,7 @@ def _parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
     text = config.text_config
     if len(text.compress_ratios) < text.num_hidden_layers:
         raise UsageError(
-            f"model {name}: compress_ratios has {len(text.compress_ratios)} entries for "
-            f"{text.num_hidden_layers} layers"
+            f"model {name}: compress_ratios has {len(text.compress_ratios)} entries for {text.num_hidden_layers} layers"
         )
     dim, index_dim, rope_dim = text.head_dim, text.index_head_dim, text.qk_rope_head_dim
     window = dim + dim // 32
@@ -329,7 +328,7 @@ def _parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
         KVFormat("fp4", dim // 2 + dim // 16, window, index_dim // 2 + index_dim // 32),
         KVFormat("mxfp8", window, window, index_dim // 2 + index_dim // 32),
         # V4's record (FP8 nope, BF16 RoPE, 7 scales, pad) with FP8 index keys: what SM90 kernels read.
-        KVFormat("fp8-v4", *[(dim - rope_dim) + 2 * rope_dim + 8] * 2, index_dim + 4),
+        KVFormat("fp8-v4", dim + rope_dim + 8, dim + rope_dim + 8, index_dim + 4),
         KVFormat("bf16", 2 * dim, 2 * dim, 2 * index_dim),
     )
     dense_format, expert_format = _formats(config.quantization_config)

@@ -59,7 +59,11 @@ def _layer(spec: ModelSpec, layer: LayerSpec, owner: Literal["backbone", "draft"
     hidden, dense = spec.hidden_size, spec.dense_format
 
     def group(
-        item: str, count: int, fmt: WeightFormat, active: int | None = None, placement: Placement = "replicated"
+        item: str,
+        count: int,
+        fmt: WeightFormat,
+        active: int | None = None,
+        placement: Placement = "replicated",
     ) -> Parameters:
         used = count if active is None else active
         return Parameters(item, count, used, fmt, placement, owner, layer.index)

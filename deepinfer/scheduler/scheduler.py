@@ -202,9 +202,7 @@ class Scheduler:
                 break
             # The prompt's last chunk may still be in flight: its KV is there before this step runs.
             context = max(sequence.cached, sequence.target) + sequence.decode_rows_in_flight
-            if context + rows > len(sequence.blocks) * block_tokens and not self._grow(
-                sequence, context + rows, draft
-            ):
+            if context + rows > len(sequence.blocks) * block_tokens and not self._grow(sequence, context + rows, draft):
                 continue
             sequence.decode_rows_in_flight += rows
             sequence.tokens_in_flight += 1
@@ -240,9 +238,7 @@ class Scheduler:
         self._running.remove(sequence)
         self._stop(sequence)
         # The newest token has no KV yet: recomputation prefills all tokens but produces only the next one.
-        again = _Sequence(
-            sequence.request, sequence.request.prompt_tokens + sequence.generated, sequence.generated
-        )
+        again = _Sequence(sequence.request, sequence.request.prompt_tokens + sequence.generated, sequence.generated)
         bisect.insort(self._waiting, again, key=self._order)
         draft.preempted.append(sequence.request.id)
         self.num_preemptions += 1

@@ -99,9 +99,7 @@ def _draw_lengths(lengths: Lengths, num_requests: int, stream: np.random.Generat
     return np.clip(drawn, lengths.minimum, maximum).astype(np.int64)
 
 
-def _arrivals(
-    arrivals: Arrivals, num_requests: int, seed: int, trace: Trace | None = None
-) -> NDArray[np.float64]:
+def _arrivals(arrivals: Arrivals, num_requests: int, seed: int, trace: Trace | None = None) -> NDArray[np.float64]:
     if isinstance(arrivals, ClosedLoop):
         return np.zeros(num_requests)
     if isinstance(arrivals, PoissonArrivals):
@@ -127,9 +125,7 @@ def _verified(source: TraceSource) -> Trace:
             f"its sha256 is {trace.sha256[:12]}..., the plan says {source.sha256[:12]}..."
         )
     if trace.format != source.format:
-        raise UsageError(
-            f"trace file {source.path} is of format {trace.format}, the plan says {source.format}"
-        )
+        raise UsageError(f"trace file {source.path} is of format {trace.format}, the plan says {source.format}")
     return trace
 
 
@@ -138,9 +134,7 @@ def _from_trace(workload: Workload, trace: Trace) -> list[RequestSpec]:
     num_requests = workload.num_requests or available
     if num_requests > available:
         assert workload.trace is not None
-        raise UsageError(
-            f"trace file {workload.trace.path} has {available} requests, fewer than {num_requests}"
-        )
+        raise UsageError(f"trace file {workload.trace.path} has {available} requests, fewer than {num_requests}")
     arrivals_s = _arrivals(workload.arrivals, num_requests, workload.seed, trace)
     columns = zip(
         arrivals_s.tolist(),

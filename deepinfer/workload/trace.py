@@ -99,9 +99,7 @@ def rescale(arrivals_s: NDArray[np.float64], rate: float) -> NDArray[np.float64]
         return arrivals_s
     first, span_s = arrivals_s[0], arrivals_s[-1] - arrivals_s[0]
     if span_s <= 0:
-        raise UsageError(
-            f"cannot rescale to {rate:g} requests/s: all {len(arrivals_s)} requests arrive at once"
-        )
+        raise UsageError(f"cannot rescale to {rate:g} requests/s: all {len(arrivals_s)} requests arrive at once")
     new_span_s = (len(arrivals_s) - 1) / rate
     if not math.isfinite(new_span_s):
         raise UsageError(f"rate {rate!r} requests/s is too small: the last arrival is not a finite time")
@@ -233,9 +231,7 @@ def _short(value: object) -> str:
 def _mooncake(sha256: str, rows: list[_MooncakeRow]) -> Trace:
     times, prompts, outputs, ids = zip(*rows, strict=True)
     ticks = np.array(times, dtype=np.float64)
-    return _sorted_trace(
-        "mooncake", sha256, (ticks - ticks.min()) / 1e3, prompts, outputs, ids, MOONCAKE_BLOCK_TOKENS
-    )
+    return _sorted_trace("mooncake", sha256, (ticks - ticks.min()) / 1e3, prompts, outputs, ids, MOONCAKE_BLOCK_TOKENS)
 
 
 def _azure(sha256: str, rows: list[_AzureRow]) -> Trace:

@@ -1,0 +1,285 @@
+"""Screening: every point of the space through the same closed form that the simulator uses, as arrays.
+
+Steady state of one attention replica with R requests: each step verifies 1 + nextn rows per decoding request and
+keeps tau of them; to feed that, prefill has to compute isl / osl prompt rows per kept token. A chunk of C rows
+therefore runs in a share f of the steps, and since the m replicas of a group meet in every expert layer, a step is
+slowed by prefill when any of them has a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostModel
+from deepinfer.graph.build import GraphFeatures, build_graph, drafts_in_graph
+from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.hardware.host import HostProfile
+from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.layout.memory import STATE_SLOTS_RATIO, state_bytes_per_request, weight_items, workspace_bytes
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.settings import EngineSettings
+from deepinfer.model.spec import ModelSpec
+from deepinfer.scheduler.speculation import Acceptance
+from planner.space import Refusals, SearchSpace
+
+Floats = npt.NDArray[np.float64]
+Replay = Literal["off", "compact"]
+
+UTILIZATION = 0.90
+"""Share of the most a queue could serve that a plan is loaded to: queues grow without bound towards 1."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the workload asks for, in means: prompt rows to compute, outputs, and requests/s for the whole cluster.
+
+    `isl` counts all prompt tokens, `computed` those not expected in the prefix cache. Without a `rate` every point
+    runs at its own number of requests.
+    """
+
+    isl: float
+    computed: float
+    osl: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout with the settings that its graph depends on; points differ in the other settings."""
+
+    layout: ParallelLayout
+    replay: Replay
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Points:
+    """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per GPU of the cluster."""
+
+    candidate: npt.NDArray[np.int64]
+    max_num_seqs: npt.NDArray[np.int64]
+    chunk_rows: npt.NDArray[np.int64]
+    nextn: npt.NDArray[np.int64]
+    requests: Floats
+    step_s: Floats
+    tpot_s: Floats
+    ttft_s: Floats
+    output_per_gpu: Floats
+    capacity_rps: Floats
+
+    def __len__(self) -> int:
+        return len(self.candidate)
+
+    def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Points:
+        """A subset of the points."""
+        return Points(*(getattr(self, f.name)[index] for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class Screening:
+    """All points that are feasible in memory and load, and the refused ones counted by reason."""
+
+    candidates: tuple[Candidate, ...]
+    points: Points
+    refusals: Refusals
+
+
+class Screen:
+    """Evaluates a search space for one cluster, workload and acceptance."""
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        cluster: ClusterSpec,
+        load: Load,
+        acceptance: Acceptance,
+        host: HostProfile,
+    ) -> None:
+        self.space, self.cluster, self.load, self.acceptance, self.host = space, cluster, load, acceptance, host
+        self._costs = CostModel(cluster.accelerator)
+        self._defaults = EngineSettings()
+        self.refusals = Refusals()
+
+    def run(self) -> Screening:
+        """Screen every point of the space."""
+        nextns = self.space.nextn(self.refusals)
+        candidates: list[Candidate] = []
+        parts: list[Points] = []
+        for layout in self.space.layouts(self.refusals):
+            replicas = self.space.gpus // layout.num_ranks
+            for replay in self.space.replay_modes():
+                candidate = Candidate(layout, cast("Replay", replay), replicas)
+                found = [p for group in self._graph_groups(nextns) if (p := self._points(candidate, group, len(candidates)))]
+                if found:
+                    candidates.append(candidate)
+                    parts += found
+        return Screening(tuple(candidates), _concatenate(parts), self.refusals)
+
+    def _graph_groups(self, nextns: list[int]) -> list[list[int]]:
+        """Draft lengths that share one graph."""
+        groups: dict[int, list[int]] = {}
+        for nextn in nextns:
+            groups.setdefault(drafts_in_graph(self.space.model, nextn), []).append(nextn)
+        return list(groups.values())
+
+    def _points(self, candidate: Candidate, nextns: list[int], number: int) -> Points | None:
+        """The feasible points of one candidate over requests, chunk and the draft lengths of one graph."""
+        grid = [
+            (requests * candidate.layout.cp, chunk, nextn)
+            for nextn in nextns
+            for chunk in self.space.chunk_rows
+            for requests in self.space.requests_per_gpu
+        ]
+        table = np.asarray(grid, dtype=np.int64)
+        table = table[self._fits(candidate.layout, table)]
+        if not len(table):
+            return None
+        graph = build_graph(
+            self.space.model, candidate.layout, self.cluster, GraphFeatures("mixed", candidate.replay, nextns[-1])
+        )
+        points = self._steady_state(candidate, graph, table, number)
+        return points if self.load.rate is None else self._at_rate(candidate, points)
+
+    def _fits(self, layout: ParallelLayout, table: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which rows (max_num_seqs, chunk, nextn) leave KV for all requests at full length; the rest are refused."""
+        model, settings = self.space.model, self._defaults
+        usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
+        weights = sum(size for _, size in weight_items(model, layout))
+        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
+        state = np.asarray([state_bytes_per_request(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        work = workspace_bytes(model, layout, seqs * (1 + nextn) + chunk, seqs * (1 + nextn))
+        slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
+        left = usable - weights - work - slots
+        tokens = self.load.isl + self.load.osl + nextn + 1
+        blocks = np.ceil(tokens / settings.block_tokens) * seqs
+        fits: npt.NDArray[np.bool_] = left >= blocks * model.kv_bytes_per_token * settings.block_tokens
+        too_heavy = weights + work > usable
+        self.refusals.add("weights and workspace exceed the GPU's memory", f"{layout}", int(too_heavy.sum()))
+        self.refusals.add(
+            "the KV of all requests does not fit", f"{layout}", int((~fits & ~too_heavy).sum())
+        )
+        return fits
+
+    def _steady_state(
+        self, candidate: Candidate, graph: ExecutionGraph, table: npt.NDArray[np.int64], number: int
+    ) -> Points:
+        layout, load = candidate.layout, self.load
+        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
+        taus = np.asarray([self.acceptance.tau(int(n)) for n in range(int(nextn.max()) + 1)])
+        tau = taus[table[:, 2]]
+        # Prompt rows per step that keep `decoding` requests supplied; a chunk cannot be exceeded, so fewer decode.
+        rows_per_token = load.computed / load.osl
+        decoding = np.minimum(seqs, chunk / np.maximum(rows_per_token * tau, 1e-9))
+        share = np.minimum(decoding * tau * rows_per_token / chunk, 1.0)
+        quiet_s, busy_s = self._step_seconds(candidate, graph, decoding, chunk, nextn, share)
+        replicas = layout.step_group // layout.replica_ranks
+        any_busy = 1.0 - (1.0 - np.minimum(share, 1.0)) ** replicas
+        step_s = any_busy * busy_s + (1.0 - any_busy) * quiet_s
+        # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
+        busy = np.minimum(share, 0.99)
+        prompt_s = np.ceil(load.computed / chunk) * busy_s
+        ttft_s = prompt_s * (1.0 + busy / (2.0 * (1.0 - busy))) + 0.5 * step_s
+        # Requests that wait for or run their prefill are not decoding.
+        lifetime = ttft_s + load.osl / tau * step_s
+        served = np.minimum(seqs / lifetime, decoding * tau / step_s / load.osl)
+        gpus_used = candidate.replicas * layout.num_ranks
+        replicas_total = gpus_used / layout.replica_ranks
+        return Points(
+            candidate=np.full(len(table), number),
+            max_num_seqs=table[:, 0],
+            chunk_rows=table[:, 1],
+            nextn=table[:, 2],
+            requests=seqs,
+            step_s=step_s,
+            tpot_s=step_s / tau,
+            ttft_s=ttft_s,
+            output_per_gpu=served * load.osl * replicas_total / self.space.gpus,
+            capacity_rps=served * replicas_total,
+        )
+
+    def _step_seconds(
+        self,
+        candidate: Candidate,
+        graph: ExecutionGraph,
+        decoding: Floats,
+        chunk: Floats,
+        nextn: Floats,
+        share: Floats,
+    ) -> tuple[Floats, Floats]:
+        """Seconds of a step without and with a prefill chunk on the busiest replica, host time included."""
+        load, graph_rows = self.load, self._defaults.graph_rows
+        rows = 1.0 + nextn
+        context = np.full_like(decoding, load.isl + load.osl / 2)
+        padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
+        quiet = StepShape(Sequences(padded, rows, context, rows, rows))
+        chunks_per_prompt = np.maximum(load.computed / chunk, 1.0)
+        kept = chunk
+        if candidate.replay == "compact":
+            # Only the last chunk of a prompt holds kept rows; the others run one placeholder.
+            kept = np.minimum(chunk, self._defaults.keep_tokens * np.maximum(chunk / load.computed, 1.0))
+            kept = kept / chunks_per_prompt + (1.0 - 1.0 / chunks_per_prompt)
+        before = np.full_like(chunk, load.isl - load.computed) + np.maximum(load.computed - chunk, 0.0) / 2
+        prompt = Sequences(np.ones_like(chunk), chunk, before, kept, 1.0 / chunks_per_prompt)
+        busy = StepShape(
+            Sequences(decoding, rows, context, rows, rows),
+            (prompt,),
+            mean_rows=decoding * rows + share * chunk,
+            mean_kept_rows=decoding * rows + share * kept,
+        )
+        host = self.host
+        seconds = []
+        for shape, captured in ((quiet, True), (busy, False)):
+            device_s = np.asarray(step_cost(graph, shape, self._costs).seconds) + host.step_gap_s.value
+            host_s = host.submit_seconds(0, len(graph.steps), captured) + decoding * (
+                host.schedule_s_per_request.value + host.deliver_s_per_request.value
+            )
+            seconds.append(np.maximum(device_s, host_s))
+        return seconds[0], seconds[1]
+
+    def _at_rate(self, candidate: Candidate, points: Points) -> Points | None:
+        """Points as they run under the given rate: the requests in the system follow from the load (Little's law).
+
+        For each chunk and draft length the smallest `max_num_seqs` whose capacity covers the rate runs it.
+        """
+        rate = self.load.rate or 0.0
+        enough = points.capacity_rps * UTILIZATION >= rate
+        self.refusals.add(
+            f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~enough).sum())
+        )
+        keep: list[int] = []
+        for key in {(int(c), int(n)) for c, n in zip(points.chunk_rows, points.nextn, strict=True)}:
+            index = np.flatnonzero((points.chunk_rows == key[0]) & (points.nextn == key[1]) & enough)
+            if len(index):
+                keep += sorted(index, key=lambda i: points.max_num_seqs[i])[:2]
+        if not keep:
+            return None
+        chosen = points.take(np.asarray(sorted(keep)))
+        lifetime = chosen.ttft_s + self.load.osl * chosen.tpot_s
+        in_system = rate / candidate.replicas * lifetime * candidate.layout.replica_ranks / candidate.layout.num_ranks
+        output = np.full(len(chosen), rate * self.load.osl / self.space.gpus)
+        values = {f.name: getattr(chosen, f.name) for f in fields(chosen)}
+        return Points(**{**values, "requests": np.minimum(in_system, chosen.requests), "output_per_gpu": output})
+
+
+def _concatenate(parts: list[Points]) -> Points:
+    if not parts:
+        empty = {f.name: np.zeros(0, dtype=np.int64 if i < 4 else np.float64) for i, f in enumerate(fields(Points))}
+        return Points(**empty)
+    return Points(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Points)))
+
+
+def pareto(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
+    """Indices of points that no other beats in both coordinates (larger is better), by increasing x."""
+    order = np.lexsort((-y, -x))
+    best = np.maximum.accumulate(y[order])
+    first = np.concatenate(([True], y[order][1:] > best[:-1]))
+    return cast("npt.NDArray[np.int64]", order[first][::-1])
+
+

@@ -1,0 +1,83 @@
+"""The search space: which layouts and settings are tried, and why some are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from deepinfer.errors import UsageError
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.model.spec import ModelSpec, MoE
+
+REQUESTS_PER_GPU = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+CHUNK_ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+CONTEXT_DEGREES = (1, 2, 4, 8)
+MAX_NEXTN = 7
+
+
+@dataclass
+class Refusals:
+    """Points that were not considered, counted by reason, each with an example."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, reason: str, example: str, count: int = 1) -> None:
+        """Count refused points under a reason."""
+        if count:
+            self.counts[reason] += count
+            self.examples.setdefault(reason, example)
+
+    @property
+    def total(self) -> int:
+        """Refused points."""
+        return sum(self.counts.values())
+
+
+@dataclass(frozen=True)
+class SearchSpace:
+    """The dimensions of a search for one model on `gpus` accelerators."""
+
+    model: ModelSpec
+    gpus: int
+    requests_per_gpu: tuple[int, ...] = REQUESTS_PER_GPU
+    chunk_rows: tuple[int, ...] = CHUNK_ROWS
+
+    def nextn(self, refusals: Refusals) -> list[int]:
+        """Draft lengths; those that the model's draft module cannot give are refused."""
+        most = self.model.draft.max_drafts if self.model.draft else 0
+        points = len(self.requests_per_gpu) * len(self.chunk_rows)
+        for nextn in range(most + 1, MAX_NEXTN + 1):
+            refusals.add(f"the draft module gives at most {most} drafts", f"nextn {nextn}", points)
+        return list(range(min(most, MAX_NEXTN) + 1))
+
+    def replay_modes(self) -> list[str]:
+        """Prompt replay modes of the model."""
+        return ["off", "compact"] if self.model.supports_compact_replay else ["off"]
+
+    def layouts(self, refusals: Refusals) -> Iterator[ParallelLayout]:
+        """One engine per step group: several engines side by side are replicas, not another layout.
+
+        An engine whose groups would hold several copies of the experts is the same as smaller engines, so `ep` and
+        `cp` determine the layout; one of them divides the other.
+        """
+        experts = max((x.ffn.num_experts for x in self.model.layers if isinstance(x.ffn, MoE)), default=1)
+        points = len(self.requests_per_gpu) * len(self.chunk_rows)
+        for ep in _divisors_up_to(self.gpus):
+            if experts % ep:
+                refusals.add(f"{experts} experts do not divide evenly over ep", f"ep {ep}", points)
+                continue
+            for cp in CONTEXT_DEGREES:
+                if max(ep, cp) > self.gpus:
+                    continue
+                try:
+                    yield ParallelLayout.from_flags(ep=ep, cp=cp, dp=max(ep, cp) // cp)
+                except UsageError:
+                    refusals.add("of ep and cp one must divide the other", f"ep {ep} cp {cp}", points)
+
+
+def _divisors_up_to(gpus: int) -> list[int]:
+    """Expert-parallel degrees worth trying: divisors of the GPU count, and powers of two below it."""
+    powers = {1 << bit for bit in range(gpus.bit_length())}
+    return sorted({d for d in range(1, gpus + 1) if gpus % d == 0} | {p for p in powers if p <= gpus})
