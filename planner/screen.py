@@ -8,8 +8,7 @@ slowed by prefill when any of them has a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -116,7 +115,9 @@ class Screen:
             replicas = self.space.gpus // layout.num_ranks
             for replay in self.space.replay_modes():
                 candidate = Candidate(layout, cast("Replay", replay), replicas)
-                found = [p for group in self._graph_groups(nextns) if (p := self._points(candidate, group, len(candidates)))]
+                found = [
+                    p for group in self._graph_groups(nextns) if (p := self._points(candidate, group, len(candidates)))
+                ]
                 if found:
                     candidates.append(candidate)
                     parts += found
@@ -160,11 +161,9 @@ class Screen:
         tokens = self.load.isl + self.load.osl + nextn + 1
         blocks = np.ceil(tokens / settings.block_tokens) * seqs
         fits: npt.NDArray[np.bool_] = left >= blocks * model.kv_bytes_per_token * settings.block_tokens
-        too_heavy = weights + work > usable
+        too_heavy = np.asarray(weights + work > usable)
         self.refusals.add("weights and workspace exceed the GPU's memory", f"{layout}", int(too_heavy.sum()))
-        self.refusals.add(
-            "the KV of all requests does not fit", f"{layout}", int((~fits & ~too_heavy).sum())
-        )
+        self.refusals.add("the KV of all requests does not fit", f"{layout}", int((~fits & ~too_heavy).sum()))
         return fits
 
     def _steady_state(
@@ -250,29 +249,28 @@ class Screen:
         """
         rate = self.load.rate or 0.0
         enough = points.capacity_rps * UTILIZATION >= rate
-        self.refusals.add(
-            f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~enough).sum())
-        )
+        self.refusals.add(f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~enough).sum()))
         keep: list[int] = []
         for key in {(int(c), int(n)) for c, n in zip(points.chunk_rows, points.nextn, strict=True)}:
             index = np.flatnonzero((points.chunk_rows == key[0]) & (points.nextn == key[1]) & enough)
             if len(index):
-                keep += sorted(index, key=lambda i: points.max_num_seqs[i])[:2]
+                keep += sorted((int(i) for i in index), key=lambda i: points.max_num_seqs[i])[:2]
         if not keep:
             return None
-        chosen = points.take(np.asarray(sorted(keep)))
+        chosen = points.take(np.asarray(sorted(keep), dtype=np.int64))
         lifetime = chosen.ttft_s + self.load.osl * chosen.tpot_s
-        in_system = rate / candidate.replicas * lifetime * candidate.layout.replica_ranks / candidate.layout.num_ranks
+        in_system = (
+            rate * lifetime / (candidate.replicas * candidate.layout.num_ranks // candidate.layout.replica_ranks)
+        )
         output = np.full(len(chosen), rate * self.load.osl / self.space.gpus)
-        values = {f.name: getattr(chosen, f.name) for f in fields(chosen)}
-        return Points(**{**values, "requests": np.minimum(in_system, chosen.requests), "output_per_gpu": output})
+        return replace(chosen, requests=np.minimum(in_system, chosen.requests), output_per_gpu=output)
 
 
 def _concatenate(parts: list[Points]) -> Points:
-    if not parts:
-        empty = {f.name: np.zeros(0, dtype=np.int64 if i < 4 else np.float64) for i, f in enumerate(fields(Points))}
-        return Points(**empty)
-    return Points(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(Points)))
+    """Points of all candidates as one; no parts make no points."""
+    none = np.zeros(0, dtype=np.int64)
+    empty = Points(none, none, none, none, *(np.zeros(0) for _ in fields(Points)[4:]))
+    return Points(*(np.concatenate([getattr(p, f.name) for p in [empty, *parts]]) for f in fields(Points)))
 
 
 def pareto(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
@@ -280,6 +278,4 @@ def pareto(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
     order = np.lexsort((-y, -x))
     best = np.maximum.accumulate(y[order])
     first = np.concatenate(([True], y[order][1:] > best[:-1]))
-    return cast("npt.NDArray[np.int64]", order[first][::-1])
-
-
+    return order[first][::-1]

@@ -7,7 +7,7 @@ from typing import Any
 
 import simpy
 
-from backends.sim.group import AcceptanceTable, StepGroup
+from backends.sim.group import StepGroup, Verifier
 from backends.sim.steptime import StepTimer
 from backends.sim.timeline import simulate_step
 from deepinfer.cost.model import CostModel
@@ -15,10 +15,13 @@ from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, step_shape
 from deepinfer.layout.plan import Plan
-from deepinfer.metrics.record import RequestRecord, RunRecord
+from deepinfer.metrics.record import RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import ClosedLoop
+from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals
+
+WARM_UP = 0.2
+"""Share of an open loop's requests that arrive before measurement starts."""
 
 
 class SimBackend:
@@ -28,8 +31,16 @@ class SimBackend:
         self._check_integrity = check_integrity
 
     def run(self, plan: Plan, deployment: Deployment, requests: Sequence[RequestSpec]) -> RunRecord:
-        """Serve the requests as the plan's arrivals say and return what happened."""
-        run = _Run(plan, deployment, CostModel(deployment.cluster.accelerator))
+        """Serve the requests as the plan's arrivals say and return what happened.
+
+        In a closed loop replicas do not affect each other: one of them is run, with its share of users and requests.
+        """
+        arrivals, engines = plan.workload.arrivals, deployment.replicas
+        if isinstance(arrivals, ClosedLoop) and engines > 1 and arrivals.concurrency % engines == 0:
+            arrivals = arrivals.model_copy(update={"concurrency": arrivals.concurrency // engines})
+            requests = requests[: max(len(requests) // engines, arrivals.concurrency + 1)]
+            engines = 1
+        run = _Run(plan, deployment, arrivals, engines, len(requests))
         for group in run.groups:
             group.check_integrity = self._check_integrity
         return run.serve(requests)
@@ -43,19 +54,18 @@ class SimBackend:
 
 
 class _Run:
-    """One simulation: the groups, the users who send requests, and the record."""
+    """One simulation: the groups of `engines` engines, the users who send requests, and the record."""
 
-    def __init__(self, plan: Plan, deployment: Deployment, costs: CostModel) -> None:
+    def __init__(self, plan: Plan, deployment: Deployment, arrivals: Arrivals, engines: int, num_requests: int) -> None:
         self.env = simpy.Environment()
-        self._arrivals = plan.workload.arrivals
+        self._arrivals = arrivals
         self._block_tokens = deployment.settings.block_tokens
-        gpus = deployment.replicas * deployment.layout.num_ranks
-        self.record = RunRecord(gpus, deployment.step_groups)
-        acceptance = AcceptanceTable(plan.acceptance, plan.workload.seed, deployment.settings.nextn)
-        timer = StepTimer(deployment, costs)
+        num_groups = engines * deployment.layout.num_ranks // deployment.layout.step_group
+        self.record = RunRecord(num_requests, plan.gpus * engines / deployment.replicas, num_groups)
+        verifier = Verifier(plan.acceptance, plan.workload.seed, deployment.settings.nextn, num_requests)
+        timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
         self.groups = [
-            StepGroup(self.env, deployment, timer, acceptance, self.record, self._finished)
-            for _ in range(deployment.step_groups)
+            StepGroup(self.env, deployment, timer, verifier, self.record, self._finished) for _ in range(num_groups)
         ]
         self._places = [(g, r) for g in self.groups for r in range(len(g.schedulers))]
         self._next: Iterator[RequestSpec] = iter(())
@@ -65,25 +75,26 @@ class _Run:
         self._next = iter(requests)
         for group in self.groups:
             self.env.process(group.run())
+        record = self.record
         if isinstance(self._arrivals, ClosedLoop):
-            self._serve_closed(self._arrivals)
+            # Every user is busy from the end of the ramp until the last request is sent.
+            self.env.process(self._ramp(self._arrivals))
+            self.env.run(until=self._last_sent)
+            record.window_start_s, record.window_end_s = self._arrivals.ramp_s, self.env.now
         else:
             self.env.process(self._open_loop(requests))
             self.env.run()
-            self.record.window_end_s = self.env.now
+            record.window_end_s = self.env.now
+            if isinstance(self._arrivals, PoissonArrivals):
+                # Leave out the filling and the emptying of the system.
+                record.window_start_s = requests[int(WARM_UP * len(requests))].arrival_s
+                record.window_end_s = requests[-1].arrival_s
         for group in self.groups:
             for scheduler in group.schedulers:
-                self.record.num_preemptions += scheduler.num_preemptions
-                self.record.num_hit_tokens += scheduler.num_hit_tokens
-                self.record.num_prompt_tokens += scheduler.num_prompt_tokens
-        return self.record
-
-    def _serve_closed(self, arrivals: ClosedLoop) -> None:
-        """Run until the last request is sent: every user is busy from the end of the ramp to then."""
-        self.env.process(self._ramp(arrivals))
-        self.env.run(until=self._last_sent)
-        self.record.window_start_s = arrivals.ramp_s
-        self.record.window_end_s = self.env.now
+                record.num_preemptions += scheduler.num_preemptions
+                record.num_hit_tokens += scheduler.num_hit_tokens
+                record.num_prompt_tokens += scheduler.num_prompt_tokens
+        return record
 
     def _open_loop(self, requests: Sequence[RequestSpec]) -> Generator[simpy.Event, Any, None]:
         for request in requests:
@@ -115,7 +126,7 @@ class _Run:
         now = self.env.now
         request = engine_request(spec, self._block_tokens, now)
         group, replica = min(self._places, key=lambda place: place[0].load(place[1]))
-        self.record.requests[spec.id] = RequestRecord(spec.id, spec.prompt_tokens, now)
+        self.record.arrival_s[spec.id] = now
         if group.schedulers[replica].fits(request):
             group.send(replica, request)
         else:

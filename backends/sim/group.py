@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
 
+import numpy as np
 import simpy
 
 from backends.sim.steptime import StepTimer
@@ -26,39 +26,34 @@ from deepinfer.metrics.record import RunRecord
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.speculation import Acceptance
-from deepinfer.scheduler.step import StepPlan, StepResult
+from deepinfer.scheduler.step import StepResult
 
 Process = Generator[simpy.Event, Any, Any]
 
 
-class AcceptanceTable:
-    """Tokens kept in each verification round of each request, drawn when first asked for."""
+class Verifier:
+    """Stands for the device's verification: tokens kept per request, drawn by request and position."""
 
-    def __init__(self, acceptance: Acceptance, seed: int, nextn: int) -> None:
+    def __init__(self, acceptance: Acceptance, seed: int, nextn: int, num_requests: int) -> None:
         self._acceptance, self._seed, self._nextn = acceptance, seed, nextn
-        self._rounds: dict[int, deque[int]] = {}
-        self._drawn: dict[int, int] = {}
+        self._position = np.zeros(num_requests, dtype=np.int64)
 
-    def next(self, request_id: int) -> int:
-        """Tokens kept in the request's next round."""
-        if self._nextn == 0:
-            return 1
-        rounds = self._rounds.get(request_id)
-        if not rounds:
-            rounds = self._draw(request_id)
-        return rounds.popleft()
+    def results(self, plans: Plans) -> tuple[StepResult | None, ...]:
+        """What the replicas' plans of one step produce."""
+        ids = [plan.decode.request_ids for plan in plans if plan is not None]
+        everyone = np.concatenate(ids)
+        kept = self._acceptance.draw(self._seed, everyone, self._position[everyone], self._nextn)
+        self._position[everyone] += kept
+        parts = iter(np.split(kept, np.cumsum([len(x) for x in ids])[:-1]))
+        return tuple(None if plan is None else StepResult(next(parts)) for plan in plans)
 
-    def forget(self, request_id: int) -> None:
-        """Drop the rounds of a finished request."""
-        self._rounds.pop(request_id, None)
-        self._drawn.pop(request_id, None)
 
-    def _draw(self, request_id: int, count: int = 256) -> deque[int]:
-        first = self._drawn.get(request_id, 0)
-        rounds = deque(self._acceptance.draw(self._seed, request_id, first, count, self._nextn))
-        self._rounds[request_id] = rounds
-        self._drawn[request_id] = first + count
-        return rounds
+class _Ticket(NamedTuple):
+    """A submitted step: its plans, its seconds on the device, and the event of its end."""
+
+    plans: Plans
+    seconds: float
+    done: simpy.Event
 
 
 class StepGroup:
@@ -69,12 +64,12 @@ class StepGroup:
         env: simpy.Environment,
         deployment: Deployment,
         timer: StepTimer,
-        acceptance: AcceptanceTable,
+        verifier: Verifier,
         record: RunRecord,
         on_finish: Callable[[int], None],
     ) -> None:
         self._env, self._host, self._timer = env, deployment.host, timer
-        self._acceptance, self._record, self._on_finish = acceptance, record, on_finish
+        self._verifier, self._record, self._on_finish = verifier, record, on_finish
         self._asynchronous = deployment.settings.async_scheduling
         config = deployment.scheduler_config()
         self.schedulers = [Scheduler(config) for _ in range(deployment.replicas_per_group)]
@@ -84,7 +79,7 @@ class StepGroup:
         self._closed = False
         self._cpu = simpy.Resource(env, capacity=1)
         self._device_free_s = 0.0
-        self._tickets: list[tuple[Plans, simpy.Event]] = []
+        self._tickets: list[_Ticket | None] = []
         self.check_integrity = False
 
     def load(self, replica: int) -> int:
@@ -151,51 +146,37 @@ class StepGroup:
         seconds = self._timer.seconds(plans)
         start = max(self._env.now, self._device_free_s + self._host.step_gap_s.value)
         self._device_free_s = start + seconds
-        self._record.device_busy_s += seconds
-        self._tickets.append((plans, self._env.timeout(start + seconds - self._env.now)))
+        self._tickets.append(_Ticket(plans, seconds, self._env.timeout(start + seconds - self._env.now)))
         return len(self._tickets) - 1
 
-    def _collect(self, ticket: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
-        plans, done = self._tickets[ticket]
-        self._tickets[ticket] = ((), done)
-        yield done
-        self._note_step(plans)
-        return tuple(None if plan is None else self._result(plan) for plan in plans)
-
-    def _result(self, plan: StepPlan) -> StepResult:
-        draw = self._acceptance.next
-        return StepResult(tuple([draw(rows.request_id) for rows in plan.decode]))
-
-    def _note_step(self, plans: Sequence[StepPlan | None]) -> None:
-        record = self._record
-        decodes = rows = prefill = 0
-        for plan in plans:
-            if plan is not None:
-                decodes += len(plan.decode)
-                rows += len(plan.decode) * (plan.decode[0].drafts + 1) if plan.decode else 0
-                prefill += sum(c.rows for c in plan.prefill)
-        record.step_end_s.append(self._env.now)
-        record.step_decodes.append(decodes)
-        record.step_decode_rows.append(rows)
-        record.step_prefill_rows.append(prefill)
+    def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
+        ticket = self._tickets[number]
+        assert ticket is not None
+        self._tickets[number] = None
+        yield ticket.done
+        plans = [plan for plan in ticket.plans if plan is not None]
+        self._record.steps.append(
+            self._env.now,
+            ticket.seconds,
+            sum(len(plan.decode) for plan in plans),
+            sum(plan.decode.num_rows for plan in plans),
+            sum(chunk.rows for plan in plans for chunk in plan.prefill),
+        )
+        return self._verifier.results(ticket.plans)
 
     def _deliver(self, delivery: Deliver) -> Process:
-        most = max((len(out.tokens) for out in delivery.outputs if out is not None), default=0)
+        outputs = [output for output in delivery.outputs if output is not None]
+        most = max((len(output.request_ids) for output in outputs), default=0)
         yield from self._busy(self._host.deliver_seconds(most))
         now, record = self._env.now, self._record
-        total = 0
-        for output in delivery.outputs:
-            if output is None:
-                continue
-            for request_id, num_tokens in output.tokens:
-                record.deliver(request_id, num_tokens, now)
-                total += num_tokens
-            for request_id in output.finished:
-                record.requests[request_id].finish_s = now
-                self._acceptance.forget(request_id)
-                self._on_finish(request_id)
+        tokens = np.concatenate([output.tokens for output in outputs])
+        record.deliver(np.concatenate([output.request_ids for output in outputs]), tokens, now)
         record.delivery_s.append(now)
-        record.delivery_tokens.append(total)
+        record.delivery_tokens.append(int(tokens.sum()))
+        for output in outputs:
+            for request_id in output.finished:
+                record.finish_s[request_id] = now
+                self._on_finish(request_id)
 
     def _busy(self, seconds: float) -> Process:
         """Hold the engine's CPU thread."""

@@ -34,11 +34,11 @@ class ReplicaLoad(NamedTuple):
 
 def replica_load(plan: StepPlan) -> ReplicaLoad:
     """Summary of one replica's plan."""
-    decodes = plan.decode
+    num_decodes = len(plan.decode)
     return ReplicaLoad(
-        num_decodes=len(decodes),
-        drafts=decodes[0].drafts if decodes else 0,
-        mean_context=sum([d.context for d in decodes]) / len(decodes) if decodes else 0.0,
+        num_decodes=num_decodes,
+        drafts=plan.decode.drafts if num_decodes else 0,
+        mean_context=float(plan.decode.contexts.sum()) / num_decodes if num_decodes else 0.0,
         chunks=tuple((c.rows, c.start, c.kept_rows, c.is_last) for c in plan.prefill),
     )
 

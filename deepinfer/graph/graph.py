@@ -25,8 +25,8 @@ class Block:
 class Step(NamedTuple):
     """One issued operator of the unrolled graph: which of `ExecutionGraph.operators`, and after which steps.
 
-    `after` are positions in the unrolled order: the last writer of each input, and the previous operator on the
-    same stream (streams execute in issue order).
+    `after` are positions in the unrolled order, at most one per stream: of the previous operator on the same stream and
+    the last writers of the inputs, the latest on each stream. Streams execute in issue order, so earlier ones are over.
     """
 
     operator: int
@@ -55,13 +55,13 @@ class ExecutionGraph:
 
     def _unroll(self) -> Iterator[Step]:
         index = {operator: i for i, operator in enumerate(self.operators)}
-        writer: dict[str, int] = {}
+        writer: dict[str, tuple[str, int]] = {}
         last_on_stream: dict[str, int] = {}
         operators = (operator for block in self.blocks for operator in block.operators)
         for position, operator in enumerate(operators):
-            after = {writer[name] for name in operator.inputs if name in writer}
-            if operator.stream in last_on_stream:
-                after.add(last_on_stream[operator.stream])
-            yield Step(index[operator], tuple(sorted(after)))
-            writer.update(dict.fromkeys(operator.outputs, position))
+            latest: dict[str, int] = {s: p for s, p in last_on_stream.items() if s == operator.stream}
+            for stream, written in (writer[name] for name in operator.inputs if name in writer):
+                latest[stream] = max(latest.get(stream, -1), written)
+            yield Step(index[operator], tuple(sorted(latest.values())))
+            writer.update(dict.fromkeys(operator.outputs, (operator.stream, position)))
             last_on_stream[operator.stream] = position

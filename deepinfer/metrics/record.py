@@ -5,55 +5,79 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 
-@dataclass(slots=True)
-class RequestRecord:
-    """Times of one request, seconds on the run's clock; -1.0 for what has not happened."""
-
-    id: int
-    prompt_tokens: int
-    arrival_s: float
-    first_token_s: float = -1.0
-    last_token_s: float = -1.0
-    finish_s: float = -1.0
-    output_tokens: int = 0
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
-@dataclass(slots=True)
 class RunRecord:
-    """Events of one run. Counters cover the whole run; `window` is where rates and percentiles are taken.
+    """Events of one run of `num_requests` requests with ids from 0; times are seconds on the run's clock.
 
-    `intervals` are pairs (seconds between two deliveries to a request, tokens delivered at the second): inter-token
-    latencies are their seconds for the first token and 0 for the others of the same step. `step_groups` engines
-    decide steps independently of each other.
+    Per request (arrays over ids): arrival, first token, last token and finish, -1 for what has not happened, and
+    output tokens. Per step of an engine: when it ended, its decoding requests, their rows, and its prompt rows. Counters
+    cover the whole run; rates and percentiles are taken in the window. `step_groups` engines step independently;
+    `num_gpus` is their part of the cluster, idle accelerators included.
     """
 
-    num_gpus: int
-    step_groups: int
-    window_start_s: float = 0.0
-    window_end_s: float = 0.0
-    requests: dict[int, RequestRecord] = field(default_factory=dict)
-    interval_s: array[float] = field(default_factory=lambda: array("d"))
-    interval_tokens: array[int] = field(default_factory=lambda: array("l"))
-    delivery_s: array[float] = field(default_factory=lambda: array("d"))
-    delivery_tokens: array[int] = field(default_factory=lambda: array("l"))
-    step_end_s: array[float] = field(default_factory=lambda: array("d"))
-    step_decodes: array[int] = field(default_factory=lambda: array("l"))
-    step_decode_rows: array[int] = field(default_factory=lambda: array("l"))
-    step_prefill_rows: array[int] = field(default_factory=lambda: array("l"))
-    device_busy_s: float = 0.0
-    num_preemptions: int = 0
-    num_hit_tokens: int = 0
-    num_prompt_tokens: int = 0
-    refused: list[int] = field(default_factory=list)
+    def __init__(self, num_requests: int, num_gpus: float, step_groups: int) -> None:
+        self.num_gpus, self.step_groups = num_gpus, step_groups
+        self.window_start_s = 0.0
+        self.window_end_s = 0.0
+        self.arrival_s: Floats = np.full(num_requests, -1.0)
+        self.first_token_s: Floats = np.full(num_requests, -1.0)
+        self.last_token_s: Floats = np.full(num_requests, -1.0)
+        self.finish_s: Floats = np.full(num_requests, -1.0)
+        self.output_tokens: Ints = np.zeros(num_requests, dtype=np.int64)
+        self.steps = StepColumns()
+        self.delivery_s: array[float] = array("d")
+        self.delivery_tokens: array[int] = array("q")
+        self._gaps: list[Floats] = []
+        self._gap_tokens: list[Ints] = []
+        self.num_preemptions = 0
+        self.num_hit_tokens = 0
+        self.num_prompt_tokens = 0
+        self.refused: list[int] = []
 
-    def deliver(self, request_id: int, num_tokens: int, now: float) -> None:
-        """Note that a request got tokens at `now`."""
-        request = self.requests[request_id]
-        if request.first_token_s < 0:
-            request.first_token_s = now
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+        """Note that requests got new tokens at `now`; each id occurs once."""
+        last = self.last_token_s[request_ids]
+        later = last >= 0
+        if later.all():
+            self._gaps.append(now - last)
+            self._gap_tokens.append(tokens)
         else:
-            self.interval_s.append(now - request.last_token_s)
-            self.interval_tokens.append(num_tokens)
-        request.last_token_s = now
-        request.output_tokens += num_tokens
+            self.first_token_s[request_ids[~later]] = now
+            self._gaps.append(now - last[later])
+            self._gap_tokens.append(tokens[later])
+        self.last_token_s[request_ids] = now
+        self.output_tokens[request_ids] += tokens
+
+    def gaps(self) -> tuple[Floats, Ints]:
+        """Seconds between two deliveries to a request, and the tokens delivered at the second.
+
+        The first of those tokens has this inter-token latency, the others of the same step have 0.
+        """
+        if not self._gaps:
+            return np.zeros(0), np.zeros(0, dtype=np.int64)
+        return np.concatenate(self._gaps), np.concatenate(self._gap_tokens)
+
+
+@dataclass(slots=True)
+class StepColumns:
+    """One entry per step of any engine, in order of their ends."""
+
+    end_s: array[float] = field(default_factory=lambda: array("d"))
+    decodes: array[int] = field(default_factory=lambda: array("q"))
+    decode_rows: array[int] = field(default_factory=lambda: array("q"))
+    prefill_rows: array[int] = field(default_factory=lambda: array("q"))
+    seconds: array[float] = field(default_factory=lambda: array("d"))
+
+    def append(self, end_s: float, seconds: float, decodes: int, decode_rows: int, prefill_rows: int) -> None:
+        """Note a step."""
+        self.end_s.append(end_s)
+        self.seconds.append(seconds)
+        self.decodes.append(decodes)
+        self.decode_rows.append(decode_rows)
+        self.prefill_rows.append(prefill_rows)

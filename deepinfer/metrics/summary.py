@@ -39,7 +39,7 @@ class Summary(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    num_gpus: int
+    num_gpus: float
     window_s: float
     requests_measured: int
     requests_finished: int
@@ -69,54 +69,46 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     """
     start, end = record.window_start_s, record.window_end_s
     seconds = end - start
-    all_requests = list(record.requests.values())
-    done = [r for r in all_requests if r.finish_s >= 0 and start <= r.finish_s <= end]
-    if not done or seconds <= 0:
+    done = _within(record.finish_s, start, end)
+    if not done.any() or seconds <= 0:
         raise InfeasibleError("no request finished in the measurement window: the run is too short or overloaded")
-    ttft = _array([r.first_token_s - r.arrival_s for r in all_requests if start <= r.first_token_s <= end])
-    lasting = [r for r in done if r.output_tokens > 1]
-    tpot = _array([(r.last_token_s - r.first_token_s) / (r.output_tokens - 1) for r in lasting])
-    good = sum(
-        r.first_token_s - r.arrival_s <= ttft_s
-        and (r.output_tokens < 2 or (r.last_token_s - r.first_token_s) / (r.output_tokens - 1) <= tpot_s)
-        for r in done
-    )
-    in_window = _within(np.asarray(record.step_end_s), start, end)
-    delivered = _within(np.asarray(record.delivery_s), start, end)
-    decodes = np.asarray(record.step_decodes)[in_window].sum()
-    decode_rows = np.asarray(record.step_decode_rows)[in_window].sum()
-    prefill_rows = np.asarray(record.step_prefill_rows)[in_window].sum()
-    output = np.asarray(record.delivery_tokens)[delivered].sum()
-    gaps, kept = np.asarray(record.interval_s), np.asarray(record.interval_tokens)
-    decoded = kept.sum()
-    tpot_figures = _percentiles(tpot)
+    ttft = record.first_token_s - record.arrival_s
+    later_tokens = record.output_tokens - 1
+    tpot = (record.last_token_s - record.first_token_s) / np.maximum(later_tokens, 1)
+    good = done & (ttft <= ttft_s) & (tpot <= tpot_s)
+    steps = record.steps
+    in_window = _within(np.asarray(steps.end_s), start, end)
     num_steps = int(in_window.sum())
+    decodes, decode_rows, prefill_rows = (
+        float(np.asarray(column)[in_window].sum()) for column in (steps.decodes, steps.decode_rows, steps.prefill_rows)
+    )
+    delivered = _within(np.asarray(record.delivery_s), start, end)
+    output = float(np.asarray(record.delivery_tokens)[delivered].sum())
+    gaps, kept = record.gaps()
+    tpot_figures = _percentiles(tpot[done & (later_tokens > 0)])
+    gpu_seconds = seconds * record.num_gpus
     return Summary(
         num_gpus=record.num_gpus,
         window_s=seconds,
-        requests_measured=len(done),
-        requests_finished=sum(r.finish_s >= 0 for r in all_requests),
+        requests_measured=int(done.sum()),
+        requests_finished=int((record.finish_s >= 0).sum()),
         requests_refused=len(record.refused),
-        output_tokens_per_s_per_gpu=float(output / seconds / record.num_gpus),
-        full_acceptance_tokens_per_s_per_gpu=float(decode_rows / seconds / record.num_gpus),
+        output_tokens_per_s_per_gpu=output / gpu_seconds,
+        full_acceptance_tokens_per_s_per_gpu=decode_rows / gpu_seconds,
         steps_per_s=num_steps / seconds / record.step_groups,
-        input_tokens_per_s_per_gpu=float(prefill_rows / seconds / record.num_gpus),
+        input_tokens_per_s_per_gpu=prefill_rows / gpu_seconds,
         tokens_per_s_per_user=1.0 / tpot_figures.p50 if tpot_figures.p50 > 0 else 0.0,
-        tau=float(decoded / len(kept)) if len(kept) else 1.0,
-        ttft_s=_percentiles(ttft),
+        tau=float(kept.mean()) if len(kept) else 1.0,
+        ttft_s=_percentiles(ttft[_within(record.first_token_s, start, end)]),
         tpot_s=tpot_figures,
         itl_s=_token_percentiles(gaps, kept),
-        e2e_s=_percentiles(_array([r.finish_s - r.arrival_s for r in done])),
-        goodput=good / len(done),
-        running_per_gpu=float(decodes / max(num_steps, 1) * record.step_groups / record.num_gpus),
-        device_busy=record.device_busy_s,
+        e2e_s=_percentiles((record.finish_s - record.arrival_s)[done]),
+        goodput=float(good.sum() / done.sum()),
+        running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
+        device_busy=float(np.asarray(steps.seconds)[in_window].sum()) / seconds / record.step_groups,
         preemptions=record.num_preemptions,
         prefix_hit_ratio=record.num_hit_tokens / max(record.num_prompt_tokens, 1),
     )
-
-
-def _array(values: list[float]) -> Floats:
-    return np.asarray(values, dtype=np.float64)
 
 
 def _within(times: Floats, start: float, end: float) -> npt.NDArray[np.bool_]:

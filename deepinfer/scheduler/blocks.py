@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 
 class BlockPool:
@@ -26,6 +26,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that `allocate` can hand out."""
         return self.num_blocks - len(self._references)
+
+    @property
+    def references(self) -> Mapping[int, int]:
+        """Users of each block in use."""
+        return self._references
 
     def match(self, hashes: Sequence[int]) -> list[int]:
         """Blocks of the longest published prefix of `hashes`; valid until the next `allocate`."""

@@ -12,10 +12,13 @@ import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from deepinfer.errors import UsageError
 from deepinfer.scheduler.blocks import BlockPool
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.step import BlockTable, DecodeRows, PrefillChunk, StepOutput, StepPlan, StepResult
+from deepinfer.scheduler.step import BlockTable, DecodeBatch, Ints, PrefillChunk, StepOutput, StepPlan, StepResult
+from deepinfer.scheduler.table import DecodeTable, Sequence
 
 
 def first_come_first_served(request: Request) -> tuple[float, int]:
@@ -45,33 +48,32 @@ class SchedulerConfig:
     order: Callable[[Request], tuple[float, int]] = first_come_first_served
 
     def __post_init__(self) -> None:
-        if self.max_tokens_per_step < self.max_num_seqs * (1 + self.nextn):
+        if self.max_tokens_per_step < self.max_num_seqs * (1 + self.nextn) + self.chunk_multiple:
             raise UsageError(
-                f"max_tokens_per_step {self.max_tokens_per_step} is below the {self.max_num_seqs} x "
-                f"{1 + self.nextn} rows of a full decode step"
+                f"max_tokens_per_step {self.max_tokens_per_step} leaves no room for a prompt beside the "
+                f"{self.max_num_seqs} x {1 + self.nextn} rows of a full decode step"
             )
 
 
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One run of a request through the engine; a preempted request starts a new one.
+@dataclass(slots=True)
+class _Draft:
+    """A step being decided."""
 
-    `target` tokens are prefilled (prompt, and what it had generated before a preemption); `cached` tokens have their
-    KV computed by committed steps, `planned` by those in flight too, as far as prefill goes.
-    """
+    budget: int
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
 
-    request: Request
-    target: int
-    generated: int
-    running: bool = True
-    planned: int = 0
-    cached: int = 0
-    published: int = 0
-    decode_rows_in_flight: int = 0
-    tokens_in_flight: int = 0
-    steps_in_flight: int = 0
-    slot: int = -1
-    blocks: list[int] = field(default_factory=list)
+
+@dataclass(slots=True)
+class _InFlight:
+    """Who takes part in a decided step. `rows` are table rows, valid while the table has this `version`."""
+
+    prefill: list[Sequence]
+    decode: list[Sequence]
+    rows: Ints | slice
+    version: int
 
 
 class Scheduler:
@@ -81,10 +83,11 @@ class Scheduler:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self._free_slots = list(range(config.num_slots - 1, -1, -1))
-        self._waiting: list[_Sequence] = []
-        self._running: list[_Sequence] = []
-        self._draining: list[_Sequence] = []
-        self._in_flight: dict[int, tuple[list[_Sequence], list[_Sequence]]] = {}
+        self._waiting: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        self._decoding = DecodeTable(config.max_num_seqs)
+        self._draining: list[Sequence] = []
+        self._in_flight: dict[int, _InFlight] = {}
         self._next_index = 0
         self.num_preemptions = 0
         self.num_hit_tokens = 0
@@ -98,12 +101,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests admitted and not finished."""
-        return len(self._running)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps decided and not committed."""
-        return len(self._in_flight)
+        return len(self._prefilling) + len(self._decoding)
 
     def fits(self, request: Request) -> bool:
         """Whether the request could ever run: its whole KV fits the pool."""
@@ -112,170 +110,164 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `fits`."""
-        bisect.insort(self._waiting, _Sequence(request, request.prompt_tokens, 0), key=self._order)
+        bisect.insort(self._waiting, Sequence(request, request.prompt_tokens, 0), key=self._order)
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when there is nothing to compute."""
-        draft = _Draft(self.config.max_tokens_per_step)
-        self._schedule_decodes(draft)
-        self._schedule_prefills(draft)
-        if not draft.chunks and not draft.decodes:
+        if not (self._waiting or self._prefilling or len(self._decoding)):
             return None
-        plan = StepPlan(
-            self._next_index,
-            tuple(draft.chunks),
-            tuple(draft.decodes),
-            tuple(draft.tables),
-            tuple(draft.preempted),
-        )
-        self._in_flight[plan.index] = (draft.chunk_sequences, draft.decode_sequences)
+        draft = _Draft(self.config.max_tokens_per_step)
+        batch, in_flight = self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        if not draft.chunks and not len(batch):
+            return None
+        plan = StepPlan(self._next_index, tuple(draft.chunks), batch, tuple(draft.tables), tuple(draft.preempted))
+        in_flight.prefill = draft.sequences
+        self._in_flight[plan.index] = in_flight
         self._next_index += 1
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in a step's result, oldest step first; returns the new tokens and the finished requests."""
-        chunk_sequences, decode_sequences = self._in_flight.pop(plan.index)
-        tokens: list[tuple[int, int]] = []
-        finished: list[int] = []
-        for chunk, sequence in zip(plan.prefill, chunk_sequences, strict=True):
-            self._land(sequence)
-            if sequence.running:
-                sequence.cached = chunk.start + chunk.rows
-                self._publish(sequence)
-                if chunk.is_last:
-                    sequence.tokens_in_flight -= 1
-                    self._deliver(sequence, 1, result, tokens, finished)
-        for rows, sequence, kept in zip(plan.decode, decode_sequences, result.decode_tokens, strict=True):
-            self._land(sequence)
-            if sequence.running:
-                sequence.decode_rows_in_flight -= rows.drafts + 1
-                sequence.tokens_in_flight -= 1
-                sequence.cached += kept
-                self._deliver(sequence, kept, result, tokens, finished)
-        if finished:
-            self._running = [s for s in self._running if s.running]
-        return StepOutput(tuple(tokens), tuple(finished))
+        step = self._in_flight.pop(plan.index)
+        ids, tokens, ended = self._commit_decodes(step, result)
+        first = [s for chunk, s in zip(plan.prefill, step.prefill, strict=True) if self._commit_chunk(chunk, s)]
+        if first:
+            ids = np.concatenate((ids, [s.request.id for s in first]))
+            tokens = np.concatenate((tokens, np.ones(len(first), dtype=np.int64)))
+            ended += [s for s in first if s.generated >= s.request.max_new_tokens]
+        if result.stopped:
+            alive = [*self._decoding.sequences, *self._prefilling]
+            ended += [s for s in alive if s.request.id in result.stopped and s not in ended]
+        for sequence in ended:
+            self._stop(sequence)
+        return StepOutput(ids, tokens, tuple(s.request.id for s in ended))
 
     def check_integrity(self) -> None:
         """Assert the invariants between steps; tests call it after every step."""
         self.pool.check_integrity()
-        config = self.config
-        assert len(self._running) <= config.max_num_seqs, "too many requests run"
-        flying = [s for pair in self._in_flight.values() for part in pair for s in part]
-        holders = {id(s): s for s in (*self._running, *flying)}
+        config, table = self.config, self._decoding
+        alive = [*self._prefilling, *table.sequences]
+        assert len(alive) <= config.max_num_seqs, "too many requests run"
         users: dict[int, int] = {}
-        for sequence in holders.values():
+        for sequence in (*alive, *self._draining):
             for block in sequence.blocks:
                 users[block] = users.get(block, 0) + 1
-        assert users == self.pool._references, "block references do not match the tables"
-        for sequence in self._running:
-            assert sequence.running, "a finished request is still listed"
-            assert sequence.steps_in_flight == sum(s is sequence for s in flying), "steps in flight miscounted"
-            assert sequence.generated < sequence.request.max_new_tokens, "a request ran past its end"
-            assert len(sequence.blocks) * config.block_tokens >= sequence.cached, "KV without a block"
-        for sequence in self._waiting:
-            assert not sequence.blocks, "a waiting request holds blocks"
-        slots = [s.slot for s in holders.values() if s.slot >= 0]
-        assert len(set(slots)) == len(slots), "a state slot has two owners"
-        assert sorted(slots + self._free_slots) == list(range(config.num_slots)), "state slots were lost"
+        assert users == self.pool.references, "block references do not match the tables"
+        assert not any(s.blocks for s in self._waiting), "a waiting request holds blocks"
+        for row, sequence in enumerate(table.sequences):
+            assert sequence.row == row, "a table row has lost its sequence"
+            assert len(sequence.blocks) * config.block_tokens == table.column("capacity")[row], "wrong capacity"
+            flights = sum(sequence in step.decode for step in self._in_flight.values())
+            assert flights == table.column("in_flight")[row], "decode steps in flight miscounted"
+        assert (table.column("generated") < table.column("limit")).all(), "a request ran past its end"
+        assert (table.column("cached") <= table.column("capacity")).all(), "KV without a block"
+        slots = [s.slot for s in (*alive, *self._draining) if s.slot >= 0]
+        assert sorted(slots + self._free_slots) == list(range(config.num_slots)), "state slots were lost or shared"
 
-    def _order(self, sequence: _Sequence) -> tuple[float, int]:
+    def _order(self, sequence: Sequence) -> tuple[float, int]:
         return self.config.order(sequence.request)
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_tokens)
 
-    def _schedule_decodes(self, draft: _Draft) -> None:
-        drafts = self.config.nextn
+    def _plan_decodes(self, draft: _Draft) -> tuple[DecodeBatch, _InFlight]:
+        """All decoding requests that can still produce tokens; those short of blocks get some or wait."""
+        table, drafts = self._decoding, self.config.nextn
         rows = drafts + 1
-        block_tokens = self.config.block_tokens
-        position = 0
-        # Preempting shortens the list from its end while it is walked.
-        while position < len(self._running):
-            sequence = self._running[position]
-            position += 1
-            if sequence.planned < sequence.target:
-                continue
-            if sequence.generated + sequence.tokens_in_flight >= sequence.request.max_new_tokens:
-                continue  # what is in flight ends it for certain
-            if draft.budget < rows:
-                break
-            # The prompt's last chunk may still be in flight: its KV is there before this step runs.
-            context = max(sequence.cached, sequence.target) + sequence.decode_rows_in_flight
-            if context + rows > len(sequence.blocks) * block_tokens and not self._grow(sequence, context + rows, draft):
-                continue
-            sequence.decode_rows_in_flight += rows
-            sequence.tokens_in_flight += 1
-            sequence.steps_in_flight += 1
-            draft.budget -= rows
-            draft.decodes.append(DecodeRows(sequence.request.id, context, drafts))
-            draft.decode_sequences.append(sequence)
+        contexts = table.column("cached") + table.column("in_flight") * rows
+        short = contexts + rows > table.column("capacity")
+        stalled: set[Sequence] = set()
+        if short.any():
+            stalled = self._grow(short, draft)
+            contexts = table.column("cached") + table.column("in_flight") * rows
+        # Every step in flight yields a token at least: what is certain to end is not run again.
+        certain = table.column("generated") + table.column("in_flight") + table.column("first_in_flight")
+        runs = certain < table.column("limit")
+        for sequence in stalled:
+            if sequence.row >= 0:
+                runs[sequence.row] = False
+        selected: Ints | slice = slice(0, len(table)) if runs.all() else np.flatnonzero(runs)
+        table.column("in_flight")[selected] += 1
+        batch = DecodeBatch(table.column("request_id")[selected].copy(), contexts[selected], drafts)
+        draft.budget -= batch.num_rows
+        sequences = list(table.sequences) if isinstance(selected, slice) else [table.sequences[i] for i in selected]
+        return batch, _InFlight([], sequences, selected, table.version)
 
-    def _grow(self, sequence: _Sequence, tokens: int, draft: _Draft) -> bool:
-        """Give a sequence blocks for so many tokens, preempting from the end of the order.
+    def _grow(self, short: np.ndarray[tuple[int], np.dtype[np.bool_]], draft: _Draft) -> set[Sequence]:
+        """Give blocks to the marked rows, most urgent first, preempting from the other end; returns who must wait."""
+        table, rows = self._decoding, self.config.nextn + 1
+        stalled: set[Sequence] = set()
+        for sequence in sorted((table.sequences[i] for i in np.flatnonzero(short)), key=self._order):
+            if sequence.row < 0:
+                continue  # preempted for a more urgent one
+            context = int(table.column("cached")[sequence.row] + table.column("in_flight")[sequence.row] * rows)
+            count = self._blocks_for(context + rows) - len(sequence.blocks)
+            while self.pool.num_free + self._num_draining_blocks() < count and sequence.row >= 0:
+                self._preempt(max((*self._prefilling, *table.sequences), key=self._order), draft)
+            if sequence.row < 0:
+                continue
+            if self.pool.num_free < count:
+                stalled.add(sequence)  # until the step that holds the blocks of a preempted one lands
+                continue
+            self._append_blocks(sequence, count, draft)
+            table.column("capacity")[sequence.row] = len(sequence.blocks) * self.config.block_tokens
+        return stalled
 
-        False if it has to wait: for blocks that a step in flight still refers to, or because it was preempted itself.
-        """
-        count = self._blocks_for(tokens) - len(sequence.blocks)
-        while self.pool.num_free + self._num_draining_blocks() < count:
-            victim = self._running[-1]
-            self._preempt(victim, draft)
-            if victim is sequence:
-                return False
-        if self.pool.num_free < count:
-            return False
+    def _append_blocks(self, sequence: Sequence, count: int, draft: _Draft) -> None:
         blocks = self.pool.allocate(count)
         draft.tables.append(BlockTable(sequence.request.id, len(sequence.blocks), tuple(blocks), sequence.slot))
         sequence.blocks += blocks
-        return True
 
     def _num_draining_blocks(self) -> int:
         """Blocks that only sequences stopped with a step in flight hold: free once it lands."""
         return sum(self.pool.num_sole(s.blocks) for s in self._draining)
 
-    def _preempt(self, sequence: _Sequence, draft: _Draft) -> None:
+    def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Stop a running sequence; its request waits again, to recompute prompt and generated tokens."""
-        self._running.remove(sequence)
+        if sequence.row >= 0:
+            sequence.generated = int(self._decoding.column("generated")[sequence.row])
         self._stop(sequence)
-        # The newest token has no KV yet: recomputation prefills all tokens but produces only the next one.
-        again = _Sequence(sequence.request, sequence.request.prompt_tokens + sequence.generated, sequence.generated)
+        again = Sequence(sequence.request, sequence.request.prompt_tokens + sequence.generated, sequence.generated)
         bisect.insort(self._waiting, again, key=self._order)
         draft.preempted.append(sequence.request.id)
         self.num_preemptions += 1
 
-    def _schedule_prefills(self, draft: _Draft) -> None:
-        for sequence in self._running:
+    def _plan_prefills(self, draft: _Draft) -> None:
+        for sequence in list(self._prefilling):
             if draft.budget <= 0:
                 return
-            if sequence.planned < sequence.target:
-                self._plan_chunk(sequence, draft)
-        while self._waiting and draft.budget > 0 and not draft.preempted:
-            if not self._admit(self._waiting[0], draft):
+            self._plan_chunk(sequence, draft)
+        while self._waiting and draft.budget >= self.config.chunk_multiple and not draft.preempted:
+            sequence = self._waiting[0]
+            if not self._admit(sequence, draft):
                 return
-            self._plan_chunk(self._running[-1], draft)
+            self._plan_chunk(sequence, draft)
 
-    def _admit(self, sequence: _Sequence, draft: _Draft) -> bool:
+    def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Start a waiting sequence if a place, a slot and blocks for its prompt and first step are free."""
         config = self.config
-        if len(self._running) >= config.max_num_seqs or (config.num_slots and not self._free_slots):
+        if self.num_running >= config.max_num_seqs or (config.num_slots and not self._free_slots):
             return False
         hit, start = self._prefix_hit(sequence)
         needed = self._blocks_for(sequence.target + config.nextn + 1) - len(hit)
         if self.pool.num_free - self.pool.num_unused(hit) < needed:
             return False
         self.pool.acquire(hit)
-        sequence.blocks = hit + self.pool.allocate(needed)
+        sequence.blocks = list(hit)
         sequence.slot = self._free_slots.pop() if config.num_slots else -1
-        sequence.planned = sequence.cached = start
+        if hit:
+            draft.tables.append(BlockTable(sequence.request.id, 0, tuple(hit), sequence.slot))
+        self._append_blocks(sequence, needed, draft)
+        sequence.planned = sequence.computed = start
         sequence.published = len(hit)
         self.num_hit_tokens += len(hit) * config.block_tokens
         self.num_prompt_tokens += sequence.target
         self._waiting.pop(0)
-        self._running.append(sequence)
-        draft.tables.append(BlockTable(sequence.request.id, 0, tuple(sequence.blocks), sequence.slot))
+        self._prefilling.append(sequence)
         return True
 
-    def _prefix_hit(self, sequence: _Sequence) -> tuple[list[int], int]:
+    def _prefix_hit(self, sequence: Sequence) -> tuple[list[int], int]:
         """Cached blocks to reuse, and the position from which rows are computed.
 
         The last prompt token is always computed. Where layers keep windows, those are not in the cache: the window
@@ -292,7 +284,7 @@ class Scheduler:
             start = min(start - config.window, sequence.target - (config.keep_tokens or 0))
         return (hit, start) if start > 0 else ([], 0)
 
-    def _plan_chunk(self, sequence: _Sequence, draft: _Draft) -> None:
+    def _plan_chunk(self, sequence: Sequence, draft: _Draft) -> None:
         config = self.config
         left = sequence.target - sequence.planned
         rows = min(left, draft.budget)
@@ -308,66 +300,81 @@ class Scheduler:
             kept = max(1, end - max(start, sequence.target - config.keep_tokens))
         sequence.planned = end
         sequence.steps_in_flight += 1
-        sequence.tokens_in_flight += is_last
         draft.budget -= rows
         draft.chunks.append(PrefillChunk(sequence.request.id, start, rows, kept, is_last))
-        draft.chunk_sequences.append(sequence)
+        draft.sequences.append(sequence)
+        if is_last:
+            self._prefilling.remove(sequence)
+            self._decoding.add(sequence, len(sequence.blocks) * config.block_tokens)
 
-    def _land(self, sequence: _Sequence) -> None:
+    def _commit_decodes(self, step: _InFlight, result: StepResult) -> tuple[Ints, Ints, list[Sequence]]:
+        """Add the kept tokens to the table; returns request ids, new tokens, and sequences at their limit."""
+        table, kept = self._decoding, np.asarray(result.decode_tokens, dtype=np.int64)
+        rows = step.rows
+        if step.version != table.version:
+            places = np.asarray([s.row for s in step.decode], dtype=np.int64)
+            for index in np.flatnonzero(places < 0):
+                self._drain(step.decode[index])
+            present = places >= 0
+            rows, kept = places[present], kept[present]
+        generated = table.column("generated")
+        new = np.minimum(kept, table.column("limit")[rows] - generated[rows])
+        generated[rows] += new
+        table.column("cached")[rows] += kept
+        table.column("in_flight")[rows] -= 1
+        full = np.flatnonzero(generated[rows] >= table.column("limit")[rows])
+        ended: list[Sequence] = []
+        if len(full):
+            indices = full if isinstance(rows, slice) else rows[full]
+            ended = [table.sequences[i] for i in indices]
+        return table.column("request_id")[rows].copy(), new, ended
+
+    def _commit_chunk(self, chunk: PrefillChunk, sequence: Sequence) -> bool:
+        """Take in a prefill chunk; True if it gave its request a token."""
+        if not sequence.running:
+            self._drain(sequence)
+            return False
         sequence.steps_in_flight -= 1
-        if not sequence.running and sequence.steps_in_flight == 0:
-            self._draining.remove(sequence)
-            self._release(sequence)
+        sequence.computed = chunk.start + chunk.rows
+        self._publish(sequence)
+        if chunk.is_last:
+            self._decoding.column("first_in_flight")[sequence.row] = 0
+            self._decoding.column("generated")[sequence.row] += 1
+            sequence.generated += 1
+        return chunk.is_last
 
-    def _deliver(
-        self,
-        sequence: _Sequence,
-        kept: int,
-        result: StepResult,
-        tokens: list[tuple[int, int]],
-        finished: list[int],
-    ) -> None:
-        request = sequence.request
-        new = min(kept, request.max_new_tokens - sequence.generated)
-        sequence.generated += new
-        tokens.append((request.id, new))
-        if sequence.generated >= request.max_new_tokens or request.id in result.stopped:
-            finished.append(request.id)
-            self._stop(sequence)
-
-    def _stop(self, sequence: _Sequence) -> None:
+    def _stop(self, sequence: Sequence) -> None:
         """End a sequence; its memory goes back once no step in flight refers to it."""
         sequence.running = False
+        if sequence.row >= 0:
+            sequence.steps_in_flight += int(self._decoding.column("in_flight")[sequence.row])
+            self._decoding.remove(sequence)
+        else:
+            self._prefilling.remove(sequence)
         if sequence.steps_in_flight:
             self._draining.append(sequence)
         else:
             self._release(sequence)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _drain(self, sequence: Sequence) -> None:
+        """A step of a stopped sequence has landed."""
+        sequence.steps_in_flight -= 1
+        if sequence.steps_in_flight == 0:
+            self._draining.remove(sequence)
+            self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         sequence.blocks = []
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
             sequence.slot = -1
 
-    def _publish(self, sequence: _Sequence) -> None:
+    def _publish(self, sequence: Sequence) -> None:
         """Make the prompt's full blocks findable, as far as they are computed."""
         if not self.config.prefix_cache:
             return
         hashes = sequence.request.block_hashes
-        while sequence.published < min(len(hashes), sequence.cached // self.config.block_tokens):
+        while sequence.published < min(len(hashes), sequence.computed // self.config.block_tokens):
             self.pool.publish(sequence.blocks[sequence.published], hashes[sequence.published])
             sequence.published += 1
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step being decided."""
-
-    budget: int
-    chunks: list[PrefillChunk] = field(default_factory=list)
-    decodes: list[DecodeRows] = field(default_factory=list)
-    chunk_sequences: list[_Sequence] = field(default_factory=list)
-    decode_sequences: list[_Sequence] = field(default_factory=list)
-    tables: list[BlockTable] = field(default_factory=list)
-    preempted: list[int] = field(default_factory=list)

@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from deepinfer.scheduler.step import Ints
+
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -39,31 +41,32 @@ class Acceptance(BaseModel):
         """Mean tokens kept per step and request, the bonus token included."""
         return 1.0 + sum(self.survival(nextn))
 
-    def draw(self, seed: int, request_id: int, first_round: int, num_rounds: int, nextn: int) -> list[int]:
-        """Tokens kept in each of `num_rounds` steps of a request, from `first_round` on.
+    def draw(self, seed: int, request_ids: Ints, positions: Ints, nextn: int) -> Ints:
+        """Tokens kept by requests that verify `nextn` drafts at so many generated tokens (arrays alike in shape).
 
-        Each is a function of (seed, request, round) alone, whatever the batch, the process or the order of calls.
+        Each is a function of (seed, request, position) alone, whatever the batch, the process or the order of calls.
         """
-        uniform = _uniform(seed, request_id, np.arange(first_round, first_round + num_rounds, dtype=np.uint64))
+        if nextn == 0:
+            return np.ones(len(request_ids), dtype=np.int64)
         # tokens > k exactly when u < survival[k - 1]: one uniform gives the whole accepted prefix.
         survival = np.asarray(self.survival(nextn))[::-1]
-        kept = nextn - np.searchsorted(survival, uniform, side="right")
-        return (1 + kept).tolist()  # type: ignore[no-any-return]
+        kept: Ints = 1 + nextn - np.searchsorted(survival, _uniform(seed, request_ids, positions), side="right")
+        return kept
 
 
-def _uniform(seed: int, request_id: int, rounds: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one per round: SplitMix64 of (seed, request, round) (Steele et al., OOPSLA 2014)."""
+def _uniform(seed: int, request_ids: Ints, positions: Ints) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1): SplitMix64 of (seed, request, position) (Steele et al., OOPSLA 2014)."""
     with np.errstate(over="ignore"):
-        key = _mix(np.uint64(seed & 0xFFFFFFFFFFFFFFFF) + _GOLDEN)
-        key = _mix(key ^ np.uint64(request_id) + _GOLDEN)
-        words = _mix(key + rounds * _GOLDEN)
+        key = _mix(np.asarray(seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64) + _GOLDEN)
+        key = _mix(key ^ (request_ids.astype(np.uint64) + _GOLDEN))
+        words = _mix(key + positions.astype(np.uint64) * _GOLDEN)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(word: npt.NDArray[np.uint64] | np.uint64) -> npt.NDArray[np.uint64]:
+def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
-    return np.asarray(word ^ (word >> np.uint64(31)))
+    return word ^ (word >> np.uint64(31))
 
 
 def default_acceptance(family: str) -> Acceptance:

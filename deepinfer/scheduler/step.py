@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
 
 class PrefillChunk(NamedTuple):
     """`rows` prompt positions from `start` on; `kept_rows` of them go through bounded layers.
@@ -19,18 +24,6 @@ class PrefillChunk(NamedTuple):
     is_last: bool
 
 
-class DecodeRows(NamedTuple):
-    """The newest token of a request and `drafts` tokens to verify, after at most `context` cached tokens.
-
-    `context` is what the host knows: with a step in flight it assumes that every draft of it is accepted, and the
-    device corrects it.
-    """
-
-    request_id: int
-    context: int
-    drafts: int
-
-
 class BlockTable(NamedTuple):
     """KV blocks appended to a request's table, from table position `first` on, and its state slot (-1: none)."""
 
@@ -40,33 +33,55 @@ class BlockTable(NamedTuple):
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeBatch:
+    """Requests that verify `drafts` tokens each beside their newest one: parallel arrays, one entry a request.
+
+    `contexts` are the cached tokens before the step as the host knows them: with a step in flight it assumes that
+    every draft of it is accepted, and the device corrects it.
+    """
+
+    request_ids: Ints
+    contexts: Ints
+    drafts: int
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows computed for the batch."""
+        return len(self.request_ids) * (self.drafts + 1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One decision: the rows of one step of one attention replica, and the memory they write to."""
 
     index: int
     prefill: tuple[PrefillChunk, ...]
-    decode: tuple[DecodeRows, ...]
+    decode: DecodeBatch
     new_blocks: tuple[BlockTable, ...] = ()
     preempted: tuple[int, ...] = ()
 
     @property
     def num_rows(self) -> int:
         """Rows the step computes."""
-        return sum(c.rows for c in self.prefill) + sum(d.drafts + 1 for d in self.decode)
+        return sum(c.rows for c in self.prefill) + self.decode.num_rows
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What a step produced: tokens per `StepPlan.decode` entry (1 to drafts + 1), and requests that met a stop."""
+    """What a step produced: tokens kept per entry of `StepPlan.decode` (1 to drafts + 1), and requests that stopped."""
 
-    decode_tokens: tuple[int, ...]
+    decode_tokens: Ints
     stopped: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What the users of a replica get from a committed step: (request, new tokens) pairs, and finished requests."""
+    """What the users of a replica get from a committed step: new tokens per request, and who has finished."""
 
-    tokens: tuple[tuple[int, int], ...]
+    request_ids: Ints
+    tokens: Ints
     finished: tuple[int, ...]

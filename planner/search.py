@@ -1,0 +1,123 @@
+"""The search: enumerate, refuse with a reason, screen, simulate, choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepinfer.errors import InfeasibleError
+from deepinfer.hardware.host import load_host
+from deepinfer.layout.plan import Plan
+from planner.problem import Problem
+from planner.refine import Finalist, choose_points, make_plan, run_finalist
+from planner.screen import Screen, Screening
+from planner.space import SearchSpace
+
+FINALISTS = 8
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found: screened points, simulated finalists (best first), and the chosen one.
+
+    The winner is the best finalist by the objective that keeps the limits.
+    """
+
+    problem: Problem
+    screening: Screening
+    finalists: tuple[Finalist, ...]
+
+    @property
+    def winner(self) -> Finalist:
+        """The chosen finalist."""
+        return self.finalists[0]
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan, prediction included."""
+        return self.winner.plan
+
+    def feasible(self, finalist: Finalist) -> bool:
+        """Whether a finalist was measured and kept the limits."""
+        return not finalist.failure and self.problem.slo.met_by(finalist.summary)
+
+
+def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = None) -> SearchResult:
+    """Search a problem's space; finalists run in `jobs` processes (-1: one per core).
+
+    Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the limits.
+    """
+    space = SearchSpace(problem.model, problem.cluster.num_gpus)
+    screening = Screen(space, problem.cluster, problem.load, problem.acceptance, load_host()).run()
+    if not len(screening.points):
+        raise InfeasibleError(_nothing_fits(problem, screening))
+    chosen = choose_points(problem, screening.points, FINALISTS)
+    plans = [make_plan(problem, screening, point) for point in chosen]
+    finalists = list(_simulate(chosen, plans, jobs, progress))
+    result = SearchResult(problem, screening, tuple(sorted(finalists, key=lambda f: _merit(problem, f))))
+    if not result.feasible(result.winner):
+        raise InfeasibleError(_limits_too_tight(result))
+    return result
+
+
+def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, progress: Progress | None) -> Iterator[Finalist]:
+    from joblib import Parallel, delayed  # heavy to import: only a search needs it
+
+    tell = progress or (lambda done, total: None)
+    tell(0, len(plans))
+    work = (delayed(run_finalist)(point, plan) for point, plan in zip(chosen, plans, strict=True))
+    # Results come back in order, whatever process ran them: two searches write the same bytes.
+    for done, finalist in enumerate(Parallel(n_jobs=jobs, return_as="generator", pre_dispatch="all")(work), start=1):
+        tell(done, len(plans))
+        yield finalist
+
+
+def _merit(problem: Problem, finalist: Finalist) -> tuple[float, ...]:
+    """Sort key, best first: within the limits, by objective (to 0.1%), then by what a user sees."""
+    if finalist.failure:
+        return (2.0,)
+    summary = finalist.summary
+    # Cost per token on one kind of accelerator falls exactly as output per GPU rises.
+    output = float(f"{summary.output_tokens_per_s_per_gpu:.3g}")
+    return (0.0 if problem.slo.met_by(summary) else 1.0, -output, summary.tpot_s.p50, finalist.point)
+
+
+def _nothing_fits(problem: Problem, screening: Screening) -> str:
+    counts = "; ".join(f"{reason}: {count}" for reason, count in screening.refusals.counts.most_common())
+    text = f"no layout of {problem.model.name} runs on {problem.cluster.num_gpus} x {problem.hardware_name} ({counts})"
+    if problem.load.rate is not None:
+        return text
+    smallest = _smallest_cluster(problem)
+    return text + (f"; the smallest count that fits is {smallest}" if smallest else "")
+
+
+def _smallest_cluster(problem: Problem) -> int | None:
+    """The least number of accelerators that holds the model and one request, by doubling the expert groups."""
+    from deepinfer.layout.memory import memory_budget
+    from deepinfer.layout.parallel import ParallelLayout
+    from deepinfer.layout.settings import EngineSettings
+
+    settings = EngineSettings(max_num_seqs=1, max_tokens_per_step=512)
+    for ep in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+        try:
+            memory_budget(problem.model, ParallelLayout.from_flags(ep=ep), problem.cluster.accelerator, settings)
+        except InfeasibleError:
+            continue
+        return ep
+    return None
+
+
+def _limits_too_tight(result: SearchResult) -> str:
+    slo, points = result.problem.slo, result.screening.points
+    measured = [f for f in result.finalists if not f.failure]
+    if not measured:
+        return f"no finalist could be simulated: {result.winner.failure}"
+    ttft = min(f.summary.ttft_s.at(slo.percentile) for f in measured)
+    tpot = min(f.summary.tpot_s.at(slo.percentile) for f in measured)
+    return (
+        f"no plan keeps TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s * 1e3:g} ms at p{slo.percentile}: the lowest measured "
+        f"are {ttft:.3g} s and {tpot * 1e3:.3g} ms, the lowest screened mean TPOT is {np.min(points.tpot_s) * 1e3:.3g} ms"
+    )
