@@ -51,12 +51,13 @@ class Problem:
         elif self.source is not None:
             chosen = TraceArrivals(rate=self.load.rate)
         else:
-            assert self.load.rate is not None
+            assert self.load.rate is not None, "an open loop needs a rate"
             chosen = PoissonArrivals(rate=self.load.rate)
         if self.source is not None:
             count = min(num_requests, self.trace_requests)
             return Workload(trace=self.source, arrivals=chosen, num_requests=count, seed=self.seed)
-        assert self.isl is not None and self.osl is not None
+        assert self.isl is not None
+        assert self.osl is not None
         return Workload(
             isl=FixedLength(tokens=self.isl),
             osl=FixedLength(tokens=self.osl),

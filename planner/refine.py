@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.engine.deployment import resolve
+from deepinfer.engine.simulate import simulate_plan
 from deepinfer.errors import DeepinferError
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
-from deepinfer.metrics.summary import Summary, summarize
-from deepinfer.registry import load_backend
-from deepinfer.workload.generate import generate_requests
+from deepinfer.metrics.summary import Summary
 from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
 from planner.screen import Points, Screening, pareto
@@ -43,14 +41,6 @@ class Finalist:
         """The measurement. Only for finalists without a failure."""
         assert self.plan.prediction is not None
         return self.plan.prediction
-
-
-def simulate_plan(plan: Plan) -> Summary:
-    """Serve a plan's workload on the `sim` backend. The same plan gives the same figures, digit by digit."""
-    (deployment,) = resolve(plan)
-    requests = generate_requests(plan.workload)
-    record = load_backend("sim").run(plan, deployment, requests)
-    return summarize(record, plan.slo.ttft_s, plan.slo.tpot_s)
 
 
 def run_finalist(point: int, plan: Plan) -> Finalist:
@@ -121,4 +111,3 @@ def _ranked(points: Points, within: npt.NDArray[np.bool_]) -> Iterator[int]:
     index = np.flatnonzero(within)
     order = np.lexsort((points.tpot_s[index], -np.round(points.output_per_gpu[index], 3)))
     return (int(i) for i in index[order])
-

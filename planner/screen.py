@@ -24,7 +24,6 @@ from deepinfer.hardware.spec import ClusterSpec
 from deepinfer.layout.memory import STATE_SLOTS_RATIO, state_bytes_per_request, weight_items, workspace_bytes
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
-from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.speculation import Acceptance
 from planner.space import Refusals, SearchSpace
 
@@ -60,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Points:
-    """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per GPU of the cluster."""
+    """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per cluster GPU."""
 
     candidate: npt.NDArray[np.int64]
     max_num_seqs: npt.NDArray[np.int64]

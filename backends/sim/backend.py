@@ -45,12 +45,12 @@ class SimBackend:
             group.check_integrity = self._check_integrity
         return run.serve(requests)
 
-    def timeline(self, deployment: Deployment, costs: CostModel, num_requests: int, context: float) -> list[Span]:
+    def timeline(self, deployment: Deployment, num_requests: int, context: float) -> list[Span]:
         """Operators of one step in which every attention replica decodes `num_requests`, as spans."""
         load = ReplicaLoad(num_requests, deployment.settings.nextn, context, ())
         rows = float(load.num_rows)
         shape = step_shape(load, rows, rows, deployment.settings.graph_rows)
-        return simulate_step(deployment.graph(), shape, costs)
+        return simulate_step(deployment.graph(), shape, CostModel(deployment.cluster.accelerator))
 
 
 class _Run:

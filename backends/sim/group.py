@@ -155,13 +155,7 @@ class StepGroup:
         self._tickets[number] = None
         yield ticket.done
         plans = [plan for plan in ticket.plans if plan is not None]
-        self._record.steps.append(
-            self._env.now,
-            ticket.seconds,
-            sum(len(plan.decode) for plan in plans),
-            sum(plan.decode.num_rows for plan in plans),
-            sum(chunk.rows for plan in plans for chunk in plan.prefill),
-        )
+        self._record.steps.append(self._env.now, ticket.seconds, plans)
         return self._verifier.results(ticket.plans)
 
     def _deliver(self, delivery: Deliver) -> Process:

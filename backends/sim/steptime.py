@@ -12,7 +12,7 @@ from deepinfer.engine.shape import ReplicaLoad, heaviest, replica_load, step_sha
 from deepinfer.scheduler.step import StepPlan
 
 STEPS_PER_OCTAVE = 16
-"""Contexts, chunks and mean rows are rounded to 16 values per doubling, to the nearest: at most 2.2% off and unbiased."""
+"""Contexts, chunks and mean rows are rounded to the nearest of 16 values per doubling: at most 2.2% off, unbiased."""
 
 
 class StepTimer:

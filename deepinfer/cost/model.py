@@ -17,7 +17,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepinfer.errors import NoDataError, UsageError

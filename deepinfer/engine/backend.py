@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.record import RunRecord
@@ -21,7 +20,7 @@ class Backend(Protocol):
         """Serve the requests as the plan's arrivals say and return what happened. Same plan, same record on `sim`."""
         ...
 
-    def timeline(self, deployment: Deployment, costs: CostModel, num_requests: int, context: float) -> list[Span]:
+    def timeline(self, deployment: Deployment, num_requests: int, context: float) -> list[Span]:
         """Operators of one decode step, as spans on stream and link tracks."""
         ...
 

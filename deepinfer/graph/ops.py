@@ -63,7 +63,10 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """One operator of an execution graph (compared by identity): it reads `inputs`, writes `outputs` (named slots) and runs on `stream`."""
+    """One operator of an execution graph: reads `inputs`, writes `outputs` (named slots), runs on `stream`.
+
+    Operators are compared by identity.
+    """
 
     name: str
     kind: OpKind

@@ -32,7 +32,8 @@ class ParallelLayout:
             )
         if self.step_group % self.expert_group or self.step_group % self.replica_ranks:
             raise UsageError(
-                f"layout: of ep x etp = {self.expert_group} and cp x tp = {self.replica_ranks} one must divide the other"
+                f"layout: of ep x etp = {self.expert_group} and cp x tp = {self.replica_ranks} "
+                "one must divide the other"
             )
 
     @classmethod

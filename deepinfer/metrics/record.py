@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer.scheduler.step import Ints, StepPlan
+
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class RunRecord:
     """Events of one run of `num_requests` requests with ids from 0; times are seconds on the run's clock.
 
     Per request (arrays over ids): arrival, first token, last token and finish, -1 for what has not happened, and
-    output tokens. Per step of an engine: when it ended, its decoding requests, their rows, and its prompt rows. Counters
+    output tokens. `steps` has a row per step of any engine. Counters
     cover the whole run; rates and percentiles are taken in the window. `step_groups` engines step independently;
     `num_gpus` is their part of the cluster, idle accelerators included.
     """
@@ -66,18 +68,22 @@ class RunRecord:
 
 @dataclass(slots=True)
 class StepColumns:
-    """One entry per step of any engine, in order of their ends."""
+    """One entry per step of any engine, in order of their ends: its seconds on the device, its decoding requests, their
+    rows and cached tokens, and its prompt rows.
+    """
 
     end_s: array[float] = field(default_factory=lambda: array("d"))
     decodes: array[int] = field(default_factory=lambda: array("q"))
     decode_rows: array[int] = field(default_factory=lambda: array("q"))
     prefill_rows: array[int] = field(default_factory=lambda: array("q"))
+    context_tokens: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
 
-    def append(self, end_s: float, seconds: float, decodes: int, decode_rows: int, prefill_rows: int) -> None:
-        """Note a step."""
+    def append(self, end_s: float, seconds: float, plans: Sequence[StepPlan]) -> None:
+        """Note a step of the replicas with these plans, and its seconds on the device."""
         self.end_s.append(end_s)
         self.seconds.append(seconds)
-        self.decodes.append(decodes)
-        self.decode_rows.append(decode_rows)
-        self.prefill_rows.append(prefill_rows)
+        self.decodes.append(sum(len(plan.decode) for plan in plans))
+        self.decode_rows.append(sum(plan.decode.num_rows for plan in plans))
+        self.prefill_rows.append(sum(chunk.rows for plan in plans for chunk in plan.prefill))
+        self.context_tokens.append(sum(int(plan.decode.contexts.sum()) for plan in plans))

@@ -56,6 +56,7 @@ class Summary(BaseModel):
     e2e_s: Percentiles
     goodput: float
     running_per_gpu: float
+    mean_context: float
     device_busy: float
     preemptions: int
     prefix_hit_ratio: float
@@ -79,8 +80,9 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     steps = record.steps
     in_window = _within(np.asarray(steps.end_s), start, end)
     num_steps = int(in_window.sum())
-    decodes, decode_rows, prefill_rows = (
-        float(np.asarray(column)[in_window].sum()) for column in (steps.decodes, steps.decode_rows, steps.prefill_rows)
+    decodes, decode_rows, prefill_rows, contexts = (
+        float(np.asarray(column)[in_window].sum())
+        for column in (steps.decodes, steps.decode_rows, steps.prefill_rows, steps.context_tokens)
     )
     delivered = _within(np.asarray(record.delivery_s), start, end)
     output = float(np.asarray(record.delivery_tokens)[delivered].sum())
@@ -105,7 +107,9 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         e2e_s=_percentiles((record.finish_s - record.arrival_s)[done]),
         goodput=float(good.sum() / done.sum()),
         running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
-        device_busy=float(np.asarray(steps.seconds)[in_window].sum()) / seconds / record.step_groups,
+        mean_context=contexts / max(decodes, 1.0),
+        device_busy=_busy_seconds(np.asarray(steps.end_s), np.asarray(steps.seconds), start, end)
+        / (seconds * record.step_groups),
         preemptions=record.num_preemptions,
         prefix_hit_ratio=record.num_hit_tokens / max(record.num_prompt_tokens, 1),
     )
@@ -114,6 +118,12 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
 def _within(times: Floats, start: float, end: float) -> npt.NDArray[np.bool_]:
     inside: npt.NDArray[np.bool_] = (times >= start) & (times <= end)
     return inside
+
+
+def _busy_seconds(end_s: Floats, seconds: Floats, start: float, end: float) -> float:
+    """Seconds of the steps that lie inside the window."""
+    inside = np.minimum(end_s, end) - np.maximum(end_s - seconds, start)
+    return float(np.maximum(inside, 0.0).sum())
 
 
 def _percentiles(values: Floats) -> Percentiles:

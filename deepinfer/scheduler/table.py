@@ -16,8 +16,8 @@ class Sequence:
     """One run of a request through the engine; a preempted request starts a new one.
 
     `target` tokens are prefilled: the prompt, and what had been generated before a preemption. `planned` and `computed`
-    count prefilled tokens in steps decided and in steps committed. `row` is its place in the `DecodeTable`, -1 before
-    and after. `steps_in_flight` counts its prefill steps not committed; its decode steps are counted in the table until it stops.
+    count prefilled tokens in steps decided and in steps committed. `row` is its place in the `DecodeTable`, -1 outside.
+    `steps_in_flight` counts its prefill steps not committed; its decode steps are counted there until it stops.
     """
 
     request: Request

@@ -127,3 +127,27 @@ class Workload(BaseModel):
         if self.num_requests is None:
             raise ValueError("num_requests is required without a trace")
         return self
+
+
+def describe_workload(workload: Workload) -> str:
+    """The workload in one line."""
+    arrivals = workload.arrivals
+    if workload.trace is not None:
+        what = f"{workload.num_requests or 'all'} requests of trace {workload.trace.path}"
+    else:
+        assert workload.isl is not None
+        assert workload.osl is not None
+        lengths = f"{_describe_lengths(workload.isl)} prompt and {_describe_lengths(workload.osl)} output tokens"
+        what = f"{workload.num_requests:,} requests of {lengths}"
+    match arrivals:
+        case ClosedLoop(concurrency=users):
+            how = f"closed loop of {users:,} users on the whole cluster"
+        case PoissonArrivals(rate=rate):
+            how = f"Poisson arrivals at {rate:g} requests/s for the whole cluster"
+        case TraceArrivals(rate=rate):
+            how = "the trace's arrivals" + (f" rescaled to {rate:g} requests/s for the whole cluster" if rate else "")
+    return f"{what}; {how}; seed {workload.seed}"
+
+
+def _describe_lengths(lengths: Lengths) -> str:
+    return f"{lengths.tokens:,}" if isinstance(lengths, FixedLength) else f"about {lengths.mean:,.0f}"

@@ -1,0 +1,186 @@
+"""The `planner` command: parse, call one function, print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepinfer.console import run_app
+from deepinfer.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+class ObjectiveName(StrEnum):
+    """Goals of a search."""
+
+    THROUGHPUT = "throughput"
+    COST = "cost"
+    ENERGY = "energy"
+    GPUS = "gpus"
+
+
+@app.callback()
+def planner() -> None:
+    """Plan how to serve a large mixture-of-experts model on a cluster of accelerators."""
+
+
+@app.command()
+def search(
+    gpus: Annotated[int, typer.Option(help="Accelerators of the cluster.")],
+    model: Annotated[str, typer.Option(help="Model card, or path of a Hugging Face config.json.")] = (
+        "deepseek-v4.1-flash"
+    ),
+    hardware: Annotated[str, typer.Option(help="Accelerator of the catalog, or path of a TOML file.")] = "gb200-nvl72",
+    isl: Annotated[int | None, typer.Option(help="Prompt tokens of a request [default: 4000].")] = None,
+    osl: Annotated[int | None, typer.Option(help="Output tokens of a request [default: 1000].")] = None,
+    trace: Annotated[str | None, typer.Option(help="Request trace: Mooncake JSONL or Azure CSV.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests/s for the whole cluster; without it, closed loop.")
+    ] = None,
+    ttft: Annotated[float, typer.Option(help="Limit on time to first token at p90, seconds.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Limit on time per output token at p90, seconds.")] = 0.030,
+    objective: Annotated[ObjectiveName, typer.Option(help="What to optimise within the limits.")] = (
+        ObjectiveName.THROUGHPUT
+    ),
+    acceptance: Annotated[
+        float | None, typer.Option(help="Chance that a draft is accepted [default: published for the model].")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for plan.json, report.md and plots.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
+    top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
+    jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of workload and acceptances.", min=0)] = 0,
+) -> None:
+    """Find the layout and settings that serve a workload best, and say how well."""
+    from deepinfer.layout.plan import Slo
+    from planner.problem import make_problem
+    from planner.search import run_search
+
+    if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
+        raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
+    slo = Slo(ttft_s=ttft, tpot_s=tpot)
+    problem = make_problem(gpus, model, hardware, isl, osl, trace, rate, slo, objective.value, acceptance, seed)
+    if out is not None:
+        _check_writable(out)
+    with _progress(quiet=as_json) as tell:
+        result = run_search(problem, jobs or -1, tell)
+    _print_result(result, top, as_json)
+    if out is not None:
+        from planner.report import write_report
+
+        paths = write_report(result, out)
+        if not as_json:
+            print("wrote " + ", ".join(str(p) for p in paths))
+
+
+@app.command()
+def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
+    """Print a plan: pools, memory, prediction, and where a decode step's time goes."""
+    from rich.console import Console
+
+    from deepinfer.engine.deployment import resolve
+    from deepinfer.layout.plan import load_plan
+    from deepinfer.metrics.text import summary_lines
+    from deepinfer.workload.spec import describe_workload
+    from planner.report import describe_pool, memory_lines, step_breakdown
+
+    loaded = load_plan(plan)
+    (deployment,) = resolve(loaded)
+    console = Console(highlight=False)
+    console.print(f"[bold]{loaded.model}[/] on {loaded.gpus} x {loaded.hardware}, objective {loaded.objective}")
+    console.print(f"pool: {describe_pool(loaded)}")
+    console.print(f"workload: {describe_workload(loaded.workload)}")
+    console.print(f"acceptance: {loaded.acceptance.source}")
+    _print_pairs(console, "memory of one GPU", memory_lines(deployment))
+    if loaded.prediction is None:
+        console.print("no prediction: the plan has not been simulated")
+        return
+    _print_pairs(console, "prediction (simulated)", summary_lines(loaded.prediction, deployment.settings.nextn))
+    items, title = step_breakdown(loaded)
+    total = sum(i.seconds for i in items)
+    rows = [(f"{i.operator} x{i.count}", f"{i.seconds * 1e3:.3f} ms  {i.seconds / total:.1%}") for i in items[:12]]
+    _print_pairs(console, f"{title}: {total * 1e3:.2f} ms", rows)
+
+
+def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print(f"\n[bold]{title}[/]", soft_wrap=True)
+    console.print(table)
+
+
+def _print_result(result: Any, top: int, as_json: bool) -> None:
+    from planner.report import describe_pool, finalists_table, why_lines
+
+    if as_json:
+        finalists = [f.plan.model_dump(mode="json") | {"failure": f.failure} for f in result.finalists[:top]]
+        refused = dict(result.screening.refusals.counts)
+        print(json.dumps({"plan": result.plan.model_dump(mode="json"), "finalists": finalists,
+                          "screened": len(result.screening.points), "refused": refused}, indent=2))  # fmt: skip
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    refusals = result.screening.refusals
+    console.print(
+        f"{len(result.screening.points):,} points screened, {refusals.total:,} refused "
+        f"({'; '.join(f'{reason}: {n:,}' for reason, n in refusals.counts.most_common(2))})",
+        soft_wrap=True,
+    )
+    console.print(finalists_table(result, top))
+    console.print(f"\n[bold]plan[/]: {describe_pool(result.plan)}", soft_wrap=True)
+    console.print(f"[bold]why[/]: {why_lines(result)}", soft_wrap=True)
+    tau = result.winner.summary.tau
+    console.print(
+        f"[bold]assumes[/]: {tau:.2f} tokens kept per step ({result.problem.acceptance.source}); figures are simulated",
+        soft_wrap=True,
+    )
+
+
+def _check_writable(folder: Path) -> None:
+    """Find out before the work, not after it, that the folder cannot be written."""
+    from deepinfer.layout.plan import write_file
+
+    probe = folder / ".planner-probe"
+    existed = folder.exists()
+    write_file(probe, b"")
+    probe.unlink()
+    if not existed:
+        folder.rmdir()
+
+
+class _progress:  # noqa: N801 - reads as a context manager
+    """A progress bar on stderr, when that is a terminal."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._quiet = quiet or not sys.stderr.isatty()
+
+    def __enter__(self) -> Any:
+        if self._quiet:
+            return None
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("simulating finalists"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._bar.start()
+        task = self._bar.add_task("finalists")
+        return lambda done, total: self._bar.update(task, completed=done, total=total)
+
+    def __exit__(self, *exception: object) -> None:
+        if not self._quiet:
+            self._bar.stop()
+
+
+def main() -> None:
+    """Entry point of the `planner` command."""
+    run_app(app)

@@ -1,0 +1,239 @@
+"""What a search tells its user: a table for the terminal, a Markdown report, and the files of `--out`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.table import Table
+
+from deepinfer.cost.compose import PathItem, critical_path
+from deepinfer.cost.model import CostModel
+from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.layout.plan import Plan, write_file
+from deepinfer.metrics.text import summary_lines
+from deepinfer.units import format_bytes, format_seconds
+from deepinfer.workload.spec import describe_workload
+from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
+from planner.refine import Finalist
+from planner.search import SearchResult
+
+
+def describe_pool(plan: Plan) -> str:
+    """One line: engines, layout and settings of a plan's pool."""
+    pool = plan.pools[0]
+    settings, layout = pool.settings, pool.layout.resolve()
+    return (
+        f"{pool.replicas} x ({layout}) on {layout.num_ranks} GPUs each, {settings.max_num_seqs} requests per attention "
+        f"replica, prefill chunks of {chunk_rows(plan)} rows, nextn {settings.nextn}, replay {settings.replay}"
+    )
+
+
+def chunk_rows(plan: Plan) -> int:
+    """The prefill chunk: prompt rows that a step takes beside a full decode batch."""
+    settings = plan.pools[0].settings
+    return settings.max_tokens_per_step - settings.max_num_seqs * (1 + settings.nextn)
+
+
+def finalists_table(result: SearchResult, top: int) -> Table:
+    """The best finalists, one line each, within 80 columns."""
+    slo = result.problem.slo
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")
+    table.add_column("engines", no_wrap=True)
+    for name in (
+        "req/\nGPU", "chunk", "nextn", "output\ntok/s/GPU", "tok/s\n/user",
+        f"TTFT\np{slo.percentile}", f"TPOT\np{slo.percentile}", "ok",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank, finalist in enumerate(result.finalists[:top], start=1):
+        table.add_row(str(rank), *_finalist_row(result, finalist), style="bold" if rank == 1 else None)
+    return table
+
+
+def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
+    pool = finalist.plan.pools[0]
+    settings, layout = pool.settings, pool.layout.resolve()
+    row = [
+        f"{pool.replicas} x {layout}",
+        f"{settings.max_num_seqs / layout.replica_ranks:g}",
+        f"{chunk_rows(finalist.plan)}",
+        str(settings.nextn),
+    ]
+    if finalist.failure:
+        return [*row, "-", "-", "-", "-", "failed"]
+    summary, percentile = finalist.summary, result.problem.slo.percentile
+    return [
+        *row,
+        f"{summary.output_tokens_per_s_per_gpu:,.0f}",
+        f"{summary.tokens_per_s_per_user:.1f}",
+        format_seconds(summary.ttft_s.at(percentile)),
+        format_seconds(summary.tpot_s.at(percentile)),
+        "yes" if result.feasible(finalist) else "no",
+    ]
+
+
+def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
+    """Critical path of the mean decode step of a plan's simulation, and what that step is in words."""
+    (deployment,) = resolve(plan)
+    assert plan.prediction is not None
+    count = max(plan.prediction.running_per_gpu * deployment.layout.replica_ranks, 1.0)
+    context = plan.prediction.mean_context
+    shape = StepShape(Sequences.decoding(count, float(deployment.settings.nextn), context))
+    items = critical_path(deployment.graph(), shape, CostModel(deployment.cluster.accelerator))
+    return items, f"decode step of {count:.0f} requests per attention replica at a context of {context:,.0f}"
+
+
+def memory_lines(deployment: Deployment) -> list[tuple[str, str]]:
+    """Memory of one GPU, itemised."""
+    budget = deployment.budget
+    lines = [(name, format_bytes(size)) for name, size in budget.items]
+    lines.append(("KV blocks", f"{format_bytes(budget.kv_bytes)} in {budget.num_blocks:,} blocks"))
+    lines.append(
+        (
+            "usable",
+            f"{format_bytes(budget.usable_bytes)} of {format_bytes(deployment.cluster.accelerator.hbm_bytes.value)}",
+        )
+    )
+    return lines
+
+
+def markdown_report(result: SearchResult) -> str:
+    """The report of a search, from question to assumptions; the same search gives the same text."""
+    problem, plan = result.problem, result.plan
+    (deployment,) = resolve(plan)
+    slo = problem.slo
+    sections = [
+        f"# {problem.model.name} on {problem.cluster.num_gpus} x {problem.hardware_name}",
+        f"Goal: {problem.objective} within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)} at "
+        f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
+        f"## The plan\n\n{describe_pool(plan)}.",
+        _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.pools[0].settings.nextn)),
+        _cost_line(result),
+        "![latency against throughput](pareto.png)",
+        "## Why this one\n\n" + why_lines(result),
+        "![critical path of a decode step](step_breakdown.png)",
+        "## Finalists\n\n" + _markdown_finalists(result),
+        "## Memory of one GPU\n\n" + _markdown_pairs(("item", "size"), memory_lines(deployment)),
+        "## Points not considered\n\n" + _markdown_refusals(result),
+        "## Assumptions\n\n" + "\n".join(f"- {line}" for line in assumption_lines(result, deployment)),
+        "## Reproduce\n\n`deepinfer simulate plan.json` serves the same workload with the same seed and prints the "
+        "same figures; `planner show plan.json` prints the plan.",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _cost_line(result: SearchResult) -> str:
+    price = result.problem.cluster.accelerator.price_usd_per_hour
+    if price is None:
+        return ""
+    per_million = price.value / 3600 / result.winner.summary.output_tokens_per_s_per_gpu * 1e6
+    return (
+        f"At {price.value:g} {price.unit} per GPU ({price.source}, {price.date}) a million output tokens cost "
+        f"{per_million:.3f} USD, prompts included."
+    )
+
+
+def why_lines(result: SearchResult) -> str:
+    """What the chosen plan's step is made of, and how far the next finalists are."""
+    items, title = step_breakdown(result.plan)
+    total = sum(i.seconds for i in items)
+    top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:4])
+    exposed = sum(i.seconds for i in items if i.stream == "comm") / total
+    lines = [
+        f"Its {title} takes {format_seconds(total)} on the device: {top}; communication that nothing hides is {exposed:.0%}."
+    ]
+    best = result.winner.summary
+    others = [f for f in result.finalists[1:] if result.feasible(f)]
+    different = [f for f in others if f.plan.pools[0].layout != result.plan.pools[0].layout]
+    for label, rivals in (("The runner-up", others[:1]), ("The best other layout", different[:1])):
+        for rival in rivals:
+            ratio = rival.summary.output_tokens_per_s_per_gpu / best.output_tokens_per_s_per_gpu
+            lines.append(f"{label}, {describe_pool(rival.plan)}, gives {_compared(ratio)}.")
+    return " ".join(lines)
+
+
+def _compared(ratio: float) -> str:
+    """An output per GPU beside the best one's, in words."""
+    if abs(ratio - 1.0) < 0.005:
+        return "the same output per GPU within 0.5%"
+    return f"{abs(1.0 - ratio):.1%} {'less' if ratio < 1 else 'more'} output per GPU"
+
+
+def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
+    """What the figures rest on, each with its source."""
+    problem, settings = result.problem, deployment.settings
+    tau = problem.acceptance.tau(settings.nextn)
+    costs = CostModel(deployment.cluster.accelerator)
+    graph = deployment.graph()
+    kinds = sorted({operator.kind for operator in graph.operators})
+    sources: dict[str, list[str]] = {}
+    for name, parameters in costs.profile.operators.items():
+        if name.split(".")[0] in kinds:
+            sources.setdefault(parameters.kind, []).append(name)
+    profile = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(sources.items()))
+    return [
+        f"Acceptance ({problem.acceptance.convention}): {tau:.3f} tokens kept per step at nextn {settings.nextn}; "
+        f"{problem.acceptance.source}.",
+        f"Operator costs: profile `{costs.profile.family}` ({profile}); each entry of the file names its rows and error.",
+        "Expert load: uniform routing with its sampling noise; no popularity skew, no redundant experts.",
+        f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
+        f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
+        f"graph padded to {settings.graph_rows} rows.",
+        "No weights of this model have been run by this project: figures are simulated, not measured.",
+    ]
+
+
+def _markdown_finalists(result: SearchResult) -> str:
+    percentile = result.problem.slo.percentile
+    header = (
+        "", "engines", "requests/GPU", "chunk", "nextn", "output tok/s/GPU", "tok/s/user",
+        f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
+    )  # fmt: skip
+    points = result.screening.points
+    rows = [
+        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}")
+        for rank, f in enumerate(result.finalists, start=1)
+    ]
+    return _markdown_table(header, rows)
+
+
+def _markdown_refusals(result: SearchResult) -> str:
+    refusals = result.screening.refusals
+    text = f"{len(result.screening.points):,} points screened, {refusals.total:,} refused:"
+    rows = [(f"{n:,}", reason, refusals.examples[reason]) for reason, n in refusals.counts.most_common()]
+    return text + "\n\n" + _markdown_table(("points", "reason", "first example"), rows)
+
+
+def _markdown_pairs(header: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
+    return _markdown_table(header, rows)
+
+
+def _markdown_table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(header)
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def write_report(result: SearchResult, folder: Path) -> list[Path]:
+    """Write plan.json, report.md, pareto.png and step_breakdown.png; each is there whole or not at all.
+
+    Raises UsageError when the folder cannot be written.
+    """
+    figure, ax = new_figure()
+    problem = result.problem
+    plot_pareto(result, ax).set_title(f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.hardware_name}")
+    breakdown, bars = new_figure(8.0, 4.6)
+    items, title = step_breakdown(result.plan)
+    plot_breakdown(items, title, bars)
+    files = {
+        "plan.json": result.plan.to_json().encode(),
+        "report.md": markdown_report(result).encode(),
+        "pareto.png": to_png(figure),
+        "step_breakdown.png": to_png(breakdown),
+    }
+    for name, content in files.items():
+        write_file(folder / name, content)
+    return [folder / name for name in files]

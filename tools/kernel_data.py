@@ -1,0 +1,212 @@
+"""Measured kernels as rows of seconds and work: what `fit_profiles.py` fits.
+
+Each formula turns the records of one `NAME.FRAMEWORK-VERSION.csv.gz` file into the quantities of `Work` that the graph
+builders give the same operator. Columns: README.md of the kernels folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deepinfer.graph.shape import visible_entries
+
+Array = NDArray[Any]
+Formula = Callable[[Array, str], "Rows"]  # a file's records and its device, to the work of each record
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Measured rows of one dataset on one device: the seconds and the work of each, arrays of one shape."""
+
+    device: str
+    seconds: Array
+    flops: Array | float = 0.0
+    bytes_read: Array | float = 0.0
+    bytes_written: Array | float = 0.0
+    rows: Array | float = 1.0
+    scale_up: Array | float = 0.0
+    scale_out: Array | float = 0.0
+
+    def take(self, index: Array | slice) -> Rows:
+        """The rows at `index`."""
+        arrays = {n: np.broadcast_to(v, self.seconds.shape) for n, v in vars(self).items() if n != "device"}
+        return Rows(self.device, **{name: value[index] for name, value in arrays.items()})
+
+
+@lru_cache(maxsize=4)
+def read_table(path: Path) -> Array:
+    """Records of a csv.gz file, with the columns as fields."""
+    return np.genfromtxt(path, delimiter=",", names=True, dtype=None, encoding="utf-8")
+
+
+def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
+    """Dense products, n and k >= 512. Of the m around the edge of a tile only the tile itself is kept."""
+    t = t[(t["gemm_dtype"] == dtype) & (t["n"] >= 512) & (t["k"] >= 512) & ((t["m"] == 1) | (t["m"] % 2 == 0))]
+    m, n, k = (t[column].astype(float) for column in "mnk")
+    return Rows(name, t["latency"] * 1e-3, 2 * m * n * k, m * k * size[0] + n * k * size[1], m * n * 2, m)
+
+
+WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125}
+MXFP4 = "vllm_mxfp4moe_flashinfer_trtllm_mxfp4_mxfp8_trtllmmxfp4expertsmodular"
+MOE_KERNELS = ("deepepmoe", "deepgemm", "moe_torch_flow_cutlass", MXFP4)
+CUTLASS_ROWS, LOCAL_EXPERTS = 32, 64  # the most that are read
+
+
+def grouped_gemm(max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
+    """Balanced routed experts of one rank; `num_tokens` counts the tokens of the whole expert group.
+
+    Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of
+    the group: read up to EP8, and up to 64 local experts, beyond which padded layouts cost them more. On Hopper,
+    CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a factor of two.
+    `wideep_context_moe` holds 0.3-0.5 ms of launches: read from 1 ms.
+    """
+    known = np.isin(t["moe_dtype"], list(WEIGHT_BYTES)) & np.isin(t["kernel_source"], MOE_KERNELS)
+    few = t["num_tokens"] * t["topk"] / t["num_experts"] <= CUTLASS_ROWS
+    known &= np.isin(t["distribution"], ("balanced", "uniform")) & (t["moe_tp_size"] == 1)
+    known &= (t["moe_ep_size"] <= max_ep) & (t["latency"] > floor_ms)
+    known &= t["num_experts"] / t["moe_ep_size"] <= LOCAL_EXPERTS
+    t = t[known & (few | (t["kernel_source"] != "moe_torch_flow_cutlass"))]
+    weights, hidden, ep = 3.0 * t["hidden_size"] * t["inter_size"], t["hidden_size"], t["moe_ep_size"]
+    rows = t["num_tokens"] * t["topk"] / ep
+    touched = np.minimum(t["num_experts"] / ep, np.maximum(rows, 1.0))
+    read = touched * weights * np.array([WEIGHT_BYTES[d] for d in t["moe_dtype"]]) + rows * hidden
+    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, rows / touched)
+
+
+def attention_decode(t: Array, name: str) -> Rows:
+    """Absorbed MLA, one row per sequence; 16K tokens of context in a batch or more."""
+    served = t["batch_size"] * (t["step"] + 1) >= 16384
+    t = t[served & (t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 64)]
+    heads, pairs = t["num_heads"], t["batch_size"] * (t["step"] + 1.0)
+    read, written = pairs * 1152 + t["batch_size"] * heads * 1152, t["batch_size"] * heads * 1024
+    return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads)
+
+
+def attention_prefill(t: Array, name: str) -> Rows:
+    """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once."""
+    t = t[(t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
+    heads, n, step = 1.0 * t["num_heads"] * t["batch_size"], 1.0 * t["isl"], t["step"]
+    flops, read = 2 * heads * 320 * (n * (n + 1) / 2 + n * step), heads * 2 * (n * 192 + (n + step) * 320)
+    return Rows(name, t["latency"] * 1e-3, flops, read, n * heads * 256, n)
+
+
+def sparse_attention_decode(t: Array, name: str) -> Rows:
+    """V4's kernel in ratio-128 layers: 128 window entries and one per 128 tokens before, 584 B each.
+
+    Only 256 to 1,200 entries: the kernel pads shorter lists, and the models here select 640.
+    """
+    t = t[(t["isl"] == 1) & (t["step"] >= 16384) & (t["step"] <= 131072)]
+    rows, heads = 1.0 * t["batch_size"], t["num_heads"]
+    entries = rows * (128 + (t["step"] + 1.0) / 128)
+    return Rows(name, t["latency"] * 1e-3, 4 * heads * 512 * entries, entries * 584, rows * heads * 1024, heads)
+
+
+def sparse_attention_prefill(t: Array, name: str) -> Rows:
+    """The same kernel from 512 query rows, lists of all lengths; `rows` counts the entries of a query row.
+
+    Its fixed cost per query row is worth some hundred entries, hence `rows`. Neighbouring rows select much the same
+    entries: 1/8 of the gathered bytes are assumed to come from HBM (PREFILL_GATHER_REUSE of the graph). Entries are
+    counted as the graph counts them; the kernel pads them to 64 on Blackwell and to 128 on Hopper.
+    """
+    t = t[(t["isl"] >= 128) & (t["batch_size"] * t["isl"] >= 512)]
+    rows, heads, step, isl = 1.0 * t["batch_size"] * t["isl"], t["num_heads"], 1.0 * t["step"], 1.0 * t["isl"]
+    per_row = (visible_entries(step, isl, 1.0, 128.0) + visible_entries(step, isl, 128.0)) / isl
+    flops, read = 4 * heads * 512 * rows * per_row, rows * per_row * 584 / 8
+    return Rows(name, t["latency"] * 1e-3, flops, read, rows * heads * 1024, per_row)
+
+
+def index_score(t: Array, name: str) -> Rows:
+    """Index logits of V4 (one key per 4 tokens, 64 heads of 128, FP8 keys of 132 B), FP32 out."""
+    rows, keys = 1.0 * t["batch_size"] * t["isl"], t["batch_size"] * (t["step"] + t["isl"]) / 4
+    scored = rows * (t["step"] + t["isl"] / 2) / 4
+    return Rows(name, t["latency"] * 1e-3, 2 * 64 * 128 * scored, keys * 132 + rows * 8448, scored * 4, 64.0)
+
+
+def elementwise(t: Array, name: str) -> Rows:
+    """mHC's write-back of a sub-layer (a timing holds two): reads 4 BF16 streams and the output, writes 4."""
+    t = t[t["op_name"] == "post"]
+    width = t["num_tokens"] * t["hidden_size"] * 2.0
+    return Rows(name, t["latency"] * 1e-3 / t["num_sites"], 0.0, 5 * width, 4 * width)
+
+
+def sent_bytes(size: Any, ep: Any, num_experts: Any, topk: Any) -> Array:
+    """Bytes a rank sends: `size` once per distinct other rank of each token's top-k, E/ep experts a rank."""
+    missed: Any = 1.0
+    for i in range(8):
+        missed = missed * np.where(i < topk, (num_experts - num_experts / ep - i) / (num_experts - i), 1.0)
+    return np.asarray(size * (ep - 1) * (1 - missed))
+
+
+def deepep(phase: str, columns: tuple[str, ...], t: Array, name: str) -> Rows:
+    """DeepEP on 8 GPUs, low-latency or normal (up to 24 SMs): FP8 out, BF16 back."""
+    t = t[(t["num_token"] <= 32768) & (name != "gb200-nvl72")]
+    size = t["num_token"] * t["hidden_size"] * (33 / 32 if phase == "dispatch" else 2.0)
+    seconds = np.sum([t[phase + column] for column in columns], axis=0) * 1e-6
+    return Rows(name, seconds, scale_up=sent_bytes(size, 8.0, t["num_experts"], t["num_topk"]))
+
+
+def one_sided(phase: str, t: Array, name: str) -> Rows:
+    """TensorRT-LLM's one-sided NVLink kernels over 2 to 64 GPUs; dispatch in NVFP4, 0.5625 B a value."""
+    t = t[(t["kernel_source"] == "NVLinkOneSided") & (t["op_name"] == f"alltoall_{phase}")]
+    size = t["num_tokens"] * t["hidden_size"] * (0.5625 if phase == "dispatch" else 2.0)
+    sent = sent_bytes(size, t["moe_ep_size"], t["num_experts"], t["topk"])
+    return Rows(name, t["latency"] * 1e-3, scale_up=sent)
+
+
+def rdma(phase: str) -> Rows:
+    """DeepEP V1 README, low-latency on H800: 128 tokens of 7168, top-8 of 256, EP16 to EP256. Weight 20."""
+    us = {"dispatch": (118, 155, 173, 192, 194), "combine": (195, 273, 314, 369, 360)}[phase]
+    ep = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 20)
+    sent = sent_bytes(128 * 7168 * (33 / 32 if phase == "dispatch" else 2.0), ep, 256.0, 8.0)
+    up, out = sent * 7 / (ep - 1), sent * (ep - 8) / (ep - 1)
+    return Rows("h800", np.tile(us, 20) * 1e-6, scale_up=up, scale_out=out)
+
+
+def collective(op: str, passes: int, t: Array, name: str) -> Rows:
+    """NCCL, or the engines' own all-reduce inside a graph, over 4 and 8 GPUs.
+
+    `message_size` counts 2-byte elements of the whole result. The message of an all-gather is what one rank
+    receives from the others, (n-1)/n of the result; an all-reduce moves as much twice.
+    """
+    kept = (t["num_gpus"] >= 4) & ~np.char.endswith(t["kernel_source"], "eager")
+    if "op_name" in (t.dtype.names or ()):
+        kept &= (t["op_name"] == op) & (t["nccl_dtype"] == "half")
+    t = t[kept]
+    return Rows(name, t["latency"] * 1e-3, scale_up=passes * 2 * t["message_size"] * (1 - 1 / t["num_gpus"]))
+
+
+def fastest(parts: list[Rows]) -> Rows:
+    """The best time of each number of bytes sent, as an engine picks the kernel by size."""
+    sent, seconds = np.concatenate([p.scale_up for p in parts]), np.concatenate([p.seconds for p in parts])
+    sizes, index = np.unique(sent, return_inverse=True)
+    best = np.full(sizes.shape, np.inf)
+    np.minimum.at(best, index, seconds)
+    return Rows(parts[0].device, best, scale_up=sizes)
+
+
+def measured_rows(
+    root: Path, devices: Sequence[str], sources: Mapping[str, Formula], pick_fastest: bool
+) -> tuple[list[Rows], list[str]]:
+    """Rows of all files whose names begin with a key of `sources`, and these files' names.
+
+    One item a file, or with `pick_fastest` one a device.
+    """
+    parts: list[Rows] = []
+    names: list[str] = []
+    for name in devices:
+        found = []
+        for stem, formula in sources.items():
+            for path in sorted((root / name).glob(f"{stem}*.csv.gz")):
+                rows = formula(read_table(path), name)
+                if rows.seconds.size:
+                    found.append(rows.take(rows.seconds > 0))
+                    names.append(f"{name}/{path.name.removesuffix('.csv.gz')}")
+        parts += [fastest(found)] if pick_fastest else found
+    return parts, names
