@@ -25,6 +25,7 @@ class NoDataError(DeepinferError):
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a name that is not in a catalog, with the nearest known one."""
     names = sorted(known)
-    close = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+    started = [known_name for known_name in names if name and known_name.startswith(name.lower())]
+    close = started or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}? " if close else ""
     return UsageError(f"unknown {kind} {name!r}: {hint}known are {', '.join(names)}")

@@ -57,7 +57,7 @@ def search(
     jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
     seed: Annotated[int, typer.Option(help="Seed of workload and acceptances.", min=0)] = 0,
 ) -> None:
-    """Find the layout and settings that serve a workload best, and say how well."""
+    """Find the best layout and settings for a workload."""
     from deepinfer.layout.plan import Slo
     from planner.problem import make_problem
     from planner.search import run_search
@@ -81,7 +81,7 @@ def search(
 
 @app.command()
 def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
-    """Print a plan: pools, memory, prediction, and where a decode step's time goes."""
+    """Print a plan: pools, memory, prediction, step."""
     from rich.console import Console
 
     from deepinfer.engine.deployment import resolve

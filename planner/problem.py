@@ -24,6 +24,8 @@ from deepinfer.workload.spec import (
 from deepinfer.workload.trace import Trace, read_trace, trace_source
 from planner.screen import Load
 
+DEFAULT_ISL, DEFAULT_OSL = 4000, 1000
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -92,7 +94,11 @@ def make_problem(
     _check_objective(objective, accelerator)
     spec = choose_kv_format(load_model(model), accelerator, None)
     read = read_trace(trace) if trace is not None else None
-    load = _fixed_load(isl or 4000, osl or 1000, rate) if read is None else _trace_load(read, rate)
+    if read is None:
+        isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
+        load = _fixed_load(isl, osl, rate)
+    else:
+        load = _trace_load(read, rate)
     if load.isl + load.osl > spec.max_context:
         raise UsageError(f"{load.isl + load.osl:.0f} tokens a request exceed the {spec.max_context} of {spec.name}")
     return Problem(
@@ -104,8 +110,8 @@ def make_problem(
         objective=objective,
         slo=slo,
         load=load,
-        isl=None if read else isl or 4000,
-        osl=None if read else osl or 1000,
+        isl=isl,
+        osl=osl,
         source=trace_source(trace) if trace is not None else None,
         trace_requests=len(read.prompt_tokens) if read else 0,
         seed=seed,

@@ -141,9 +141,8 @@ def why_lines(result: SearchResult) -> str:
     total = sum(i.seconds for i in items)
     top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:4])
     exposed = sum(i.seconds for i in items if i.stream == "comm") / total
-    lines = [
-        f"Its {title} takes {format_seconds(total)} on the device: {top}; communication that nothing hides is {exposed:.0%}."
-    ]
+    step = f"Its {title} takes {format_seconds(total)} on the device: {top}"
+    lines = [f"{step}; communication that nothing hides is {exposed:.0%}."]
     best = result.winner.summary
     others = [f for f in result.finalists[1:] if result.feasible(f)]
     different = [f for f in others if f.plan.pools[0].layout != result.plan.pools[0].layout]
@@ -176,7 +175,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
     return [
         f"Acceptance ({problem.acceptance.convention}): {tau:.3f} tokens kept per step at nextn {settings.nextn}; "
         f"{problem.acceptance.source}.",
-        f"Operator costs: profile `{costs.profile.family}` ({profile}); each entry of the file names its rows and error.",
+        f"Operator costs: profile `{costs.profile.family}` ({profile}); the file gives each entry's rows and error.",
         "Expert load: uniform routing with its sampling noise; no popularity skew, no redundant experts.",
         f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
         f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "

@@ -82,11 +82,15 @@ class Points:
 
 @dataclass(frozen=True)
 class Screening:
-    """All points that are feasible in memory and load, and the refused ones counted by reason."""
+    """All points that are feasible in memory and load, and the refused ones counted by reason.
+
+    `best_capacity_rps` is the most requests/s that any point which fits in memory could serve.
+    """
 
     candidates: tuple[Candidate, ...]
     points: Points
     refusals: Refusals
+    best_capacity_rps: float
 
 
 class Screen:
@@ -104,6 +108,7 @@ class Screen:
         self._costs = CostModel(cluster.accelerator)
         self._defaults = EngineSettings()
         self.refusals = Refusals()
+        self._best_capacity_rps = 0.0
 
     def run(self) -> Screening:
         """Screen every point of the space."""
@@ -120,7 +125,7 @@ class Screen:
                 if found:
                     candidates.append(candidate)
                     parts += found
-        return Screening(tuple(candidates), _concatenate(parts), self.refusals)
+        return Screening(tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps)
 
     def _graph_groups(self, nextns: list[int]) -> list[list[int]]:
         """Draft lengths that share one graph."""
@@ -145,6 +150,7 @@ class Screen:
             self.space.model, candidate.layout, self.cluster, GraphFeatures("mixed", candidate.replay, nextns[-1])
         )
         points = self._steady_state(candidate, graph, table, number)
+        self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps.max()))
         return points if self.load.rate is None else self._at_rate(candidate, points)
 
     def _fits(self, layout: ParallelLayout, table: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -9,13 +9,19 @@ import numpy as np
 
 from deepinfer.errors import InfeasibleError
 from deepinfer.hardware.host import load_host
+from deepinfer.layout.memory import memory_budget
+from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan
+from deepinfer.layout.settings import EngineSettings
+from deepinfer.model.spec import MoE
 from planner.problem import Problem
 from planner.refine import Finalist, choose_points, make_plan, run_finalist
-from planner.screen import Screen, Screening
+from planner.screen import UTILIZATION, Screen, Screening
 from planner.space import SearchSpace
 
 FINALISTS = 8
+REQUIRED_ROWS = 512
+"""Prompt rows a step must take at least, for the smallest cluster that fits."""
 Progress = Callable[[int, int], None]
 
 
@@ -86,28 +92,30 @@ def _merit(problem: Problem, finalist: Finalist) -> tuple[float, ...]:
 
 
 def _nothing_fits(problem: Problem, screening: Screening) -> str:
-    counts = "; ".join(f"{reason}: {count}" for reason, count in screening.refusals.counts.most_common())
-    text = f"no layout of {problem.model.name} runs on {problem.cluster.num_gpus} x {problem.hardware_name} ({counts})"
-    if problem.load.rate is not None:
-        return text
-    smallest = _smallest_cluster(problem)
-    return text + (f"; the smallest count that fits is {smallest}" if smallest else "")
+    counts = "; ".join(f"{reason}: {count:,}" for reason, count in screening.refusals.counts.most_common())
+    where = f"{problem.cluster.num_gpus} x {problem.hardware_name}"
+    if screening.best_capacity_rps > 0:
+        most = screening.best_capacity_rps * UTILIZATION
+        return (
+            f"no plan on {where} serves {problem.load.rate:g} requests/s: the most is about {most:.3g} requests/s "
+            f"at {UTILIZATION:.0%} load ({counts})"
+        )
+    return f"no layout of {problem.model.name} fits on {where} ({counts}); {_how_far(problem)}"
 
 
-def _smallest_cluster(problem: Problem) -> int | None:
-    """The least number of accelerators that holds the model and one request, by doubling the expert groups."""
-    from deepinfer.layout.memory import memory_budget
-    from deepinfer.layout.parallel import ParallelLayout
-    from deepinfer.layout.settings import EngineSettings
-
-    settings = EngineSettings(max_num_seqs=1, max_tokens_per_step=512)
-    for ep in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128):
+def _how_far(problem: Problem) -> str:
+    """By how much the widest expert group misses, and the smallest cluster that holds the model and one request."""
+    settings = EngineSettings(max_num_seqs=1, max_tokens_per_step=REQUIRED_ROWS)
+    accelerator, miss = problem.cluster.accelerator, ""
+    experts = max(x.ffn.num_experts for x in problem.model.layers if isinstance(x.ffn, MoE))
+    for ep in (degree for degree in range(1, experts + 1) if experts % degree == 0):
         try:
-            memory_budget(problem.model, ParallelLayout.from_flags(ep=ep), problem.cluster.accelerator, settings)
-        except InfeasibleError:
+            memory_budget(problem.model, ParallelLayout.from_flags(ep=ep), accelerator, settings)
+        except InfeasibleError as error:
+            miss = str(error) if ep <= problem.cluster.num_gpus else miss
             continue
-        return ep
-    return None
+        return f"{miss}; the smallest count that fits is {ep}" if miss else f"the smallest count that fits is {ep}"
+    return f"{miss}; no number of these GPUs holds it"
 
 
 def _limits_too_tight(result: SearchResult) -> str:
@@ -117,7 +125,8 @@ def _limits_too_tight(result: SearchResult) -> str:
         return f"no finalist could be simulated: {result.winner.failure}"
     ttft = min(f.summary.ttft_s.at(slo.percentile) for f in measured)
     tpot = min(f.summary.tpot_s.at(slo.percentile) for f in measured)
+    mean = np.min(points.tpot_s) * 1e3
     return (
         f"no plan keeps TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s * 1e3:g} ms at p{slo.percentile}: the lowest "
-        f"simulated are {ttft:.3g} s and {tpot * 1e3:.3g} ms, the lowest screened mean TPOT {np.min(points.tpot_s) * 1e3:.3g} ms"
+        f"simulated are {ttft:.3g} s and {tpot * 1e3:.3g} ms, the lowest screened mean TPOT is {mean:.3g} ms"
     )

@@ -64,7 +64,7 @@ class SearchSpace:
         """
         experts = max((x.ffn.num_experts for x in self.model.layers if isinstance(x.ffn, MoE)), default=1)
         points = len(self.requests_per_gpu) * len(self.chunk_rows)
-        for ep in _divisors_up_to(self.gpus):
+        for ep in _degrees(min(self.gpus, experts), self.gpus):
             if experts % ep:
                 refusals.add(f"{experts} experts do not divide evenly over ep", f"ep {ep}", points)
                 continue
@@ -77,7 +77,6 @@ class SearchSpace:
                     refusals.add("of ep and cp one must divide the other", f"ep {ep} cp {cp}", points)
 
 
-def _divisors_up_to(gpus: int) -> list[int]:
-    """Expert-parallel degrees worth trying: divisors of the GPU count, and powers of two below it."""
-    powers = {1 << bit for bit in range(gpus.bit_length())}
-    return sorted({d for d in range(1, gpus + 1) if gpus % d == 0} | {p for p in powers if p <= gpus})
+def _degrees(most: int, gpus: int) -> list[int]:
+    """Expert-parallel degrees worth trying: divisors of the GPU count, and powers of two, up to `most`."""
+    return [d for d in range(1, most + 1) if gpus % d == 0 or d & (d - 1) == 0]

@@ -14,11 +14,11 @@ from deepinfer.cost.model import CostModel
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, step_shape
-from deepinfer.layout.plan import Plan
 from deepinfer.metrics.record import RunRecord
 from deepinfer.metrics.timeline import Span
+from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals
+from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 WARM_UP = 0.2
 """Share of an open loop's requests that arrive before measurement starts."""
@@ -30,17 +30,12 @@ class SimBackend:
     def __init__(self, check_integrity: bool = False) -> None:
         self._check_integrity = check_integrity
 
-    def run(self, plan: Plan, deployment: Deployment, requests: Sequence[RequestSpec]) -> RunRecord:
-        """Serve the requests as the plan's arrivals say and return what happened.
-
-        In a closed loop replicas do not affect each other: one of them is run, with its share of users and requests.
-        """
-        arrivals, engines = plan.workload.arrivals, deployment.replicas
-        if isinstance(arrivals, ClosedLoop) and engines > 1 and arrivals.concurrency % engines == 0:
-            arrivals = arrivals.model_copy(update={"concurrency": arrivals.concurrency // engines})
-            requests = requests[: max(len(requests) // engines, arrivals.concurrency + 1)]
-            engines = 1
-        run = _Run(plan, deployment, arrivals, engines, len(requests))
+    def run(
+        self, deployment: Deployment, workload: Workload, acceptance: Acceptance, requests: Sequence[RequestSpec]
+    ) -> RunRecord:
+        """Serve the requests as the workload's arrivals say and return what happened."""
+        verifier = Verifier(acceptance, workload.seed, deployment.settings.nextn, len(requests))
+        run = _Run(deployment, workload.arrivals, verifier, len(requests))
         for group in run.groups:
             group.check_integrity = self._check_integrity
         return run.serve(requests)
@@ -54,18 +49,18 @@ class SimBackend:
 
 
 class _Run:
-    """One simulation: the groups of `engines` engines, the users who send requests, and the record."""
+    """One simulation: the step groups, the users who send requests, and the record."""
 
-    def __init__(self, plan: Plan, deployment: Deployment, arrivals: Arrivals, engines: int, num_requests: int) -> None:
+    def __init__(self, deployment: Deployment, arrivals: Arrivals, verifier: Verifier, num_requests: int) -> None:
         self.env = simpy.Environment()
         self._arrivals = arrivals
         self._block_tokens = deployment.settings.block_tokens
-        num_groups = engines * deployment.layout.num_ranks // deployment.layout.step_group
-        self.record = RunRecord(num_requests, plan.gpus * engines / deployment.replicas, num_groups)
-        verifier = Verifier(plan.acceptance, plan.workload.seed, deployment.settings.nextn, num_requests)
+        num_gpus = deployment.replicas * deployment.gpus_per_replica
+        self.record = RunRecord(num_requests, num_gpus, deployment.step_groups)
         timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
         self.groups = [
-            StepGroup(self.env, deployment, timer, verifier, self.record, self._finished) for _ in range(num_groups)
+            StepGroup(self.env, deployment, timer, verifier, self.record, self._finished)
+            for _ in range(deployment.step_groups)
         ]
         self._places = [(g, r) for g in self.groups for r in range(len(g.schedulers))]
         self._next: Iterator[RequestSpec] = iter(())

@@ -6,18 +6,24 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from deepinfer.engine.deployment import Deployment
-from deepinfer.layout.plan import Plan
 from deepinfer.metrics.record import RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.request import Request
+from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec, request_hashes
+from deepinfer.workload.spec import Workload
 
 
 class Backend(Protocol):
     """Runs deployments. Found by name through `deepinfer.registry`."""
 
-    def run(self, plan: Plan, deployment: Deployment, requests: Sequence[RequestSpec]) -> RunRecord:
-        """Serve the requests as the plan's arrivals say and return what happened. Same plan, same record on `sim`."""
+    def run(
+        self, deployment: Deployment, workload: Workload, acceptance: Acceptance, requests: Sequence[RequestSpec]
+    ) -> RunRecord:
+        """Serve the requests as the workload's arrivals say and return what happened.
+
+        `acceptance` is what a simulated draft module does; hardware has its own. Deterministic on `sim`.
+        """
         ...
 
     def timeline(self, deployment: Deployment, num_requests: int, context: float) -> list[Span]:

@@ -20,13 +20,17 @@ from deepinfer.scheduler.scheduler import SchedulerConfig
 
 @dataclass(frozen=True)
 class Deployment:
-    """`replicas` engines, alike: everything a backend needs to run them, resolved once."""
+    """`replicas` engines, alike: everything a backend needs to run them, resolved once.
+
+    `gpus_per_replica` is an engine's part of the cluster: its ranks, and its share of accelerators left idle.
+    """
 
     model: ModelSpec
     cluster: ClusterSpec
     layout: ParallelLayout
     settings: EngineSettings
     replicas: int
+    gpus_per_replica: float
     budget: MemoryBudget
     host: HostProfile
 
@@ -75,6 +79,9 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
     """
     model, accelerator, host = load_model(plan.model), load_hardware(plan.hardware), load_host(plan.host)
     cluster = ClusterSpec(accelerator, plan.gpus)
+    used = sum(pool.replicas * pool.layout.resolve().num_ranks for pool in plan.pools)
+    if used > plan.gpus:
+        raise UsageError(f"the plan's pools use {used} GPUs, its cluster has {plan.gpus}")
     deployments = []
     for pool in plan.pools:
         if pool.role != "mixed":
@@ -82,8 +89,6 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
         layout, settings = pool.layout.resolve(), pool.settings
         fitted = choose_kv_format(model, accelerator, settings.kv_format)
         budget = memory_budget(fitted, layout, accelerator, settings)
-        deployments.append(Deployment(fitted, cluster, layout, settings, pool.replicas, budget, host))
-    used = sum(d.replicas * d.layout.num_ranks for d in deployments)
-    if used > plan.gpus:
-        raise UsageError(f"the plan's pools use {used} GPUs, its cluster has {plan.gpus}")
+        share = plan.gpus * layout.num_ranks / used
+        deployments.append(Deployment(fitted, cluster, layout, settings, pool.replicas, share, budget, host))
     return tuple(deployments)

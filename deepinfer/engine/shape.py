@@ -31,6 +31,12 @@ class ReplicaLoad(NamedTuple):
         """Rows the replica computes in bounded layers."""
         return self.num_decodes * (self.drafts + 1) + sum(c[2] for c in self.chunks)
 
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of a row and a token before it, as attention without windows or compression scores them."""
+        decode = self.num_decodes * (self.drafts + 1) * self.mean_context
+        return decode + sum(rows * (start + rows / 2) for rows, start, _, _ in self.chunks)
+
 
 def replica_load(plan: StepPlan) -> ReplicaLoad:
     """Summary of one replica's plan."""
@@ -67,8 +73,9 @@ def padded_requests(num_requests: int, drafts: int, graph_rows: int) -> float:
 
 
 def heaviest(loads: Iterable[ReplicaLoad]) -> tuple[ReplicaLoad, ...]:
-    """The replicas that can be a step's last to finish: most rows, and most cached tokens to attend to."""
+    """The replicas that can be a step's last to finish: most rows, most cached tokens to read, most pairs to score."""
     loads = list(loads)
     by_rows = max(loads, key=lambda x: (x.num_rows, x.num_decodes * x.mean_context))
     by_context = max(loads, key=lambda x: (x.num_decodes * x.mean_context, x.num_rows))
-    return (by_rows,) if by_rows is by_context else (by_rows, by_context)
+    by_pairs = max(loads, key=lambda x: x.num_pairs)
+    return tuple(dict.fromkeys((by_rows, by_context, by_pairs)))

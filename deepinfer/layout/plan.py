@@ -124,6 +124,8 @@ def write_file(path: Path, content: bytes) -> None:
             file.write(content)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
-    except OSError as error:
+    except BaseException as error:  # an interrupt leaves no temporary file either
         Path(temporary).unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise UsageError(f"cannot write {path}: {error.strerror}") from None

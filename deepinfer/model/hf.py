@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from deepinfer.errors import UsageError, unknown_name
 from deepinfer.model.spec import (
@@ -49,12 +49,12 @@ class _V3Config(_Config):
     intermediate_size: PositiveInt
     moe_intermediate_size: PositiveInt
     num_hidden_layers: PositiveInt
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: NonNegativeInt = 0
     num_attention_heads: PositiveInt
-    n_shared_experts: int
+    n_shared_experts: NonNegativeInt
     n_routed_experts: PositiveInt
     num_experts_per_tok: PositiveInt
-    first_k_dense_replace: int
+    first_k_dense_replace: NonNegativeInt
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
     qk_nope_head_dim: PositiveInt
@@ -74,7 +74,7 @@ class _V41Text(_Config):
     qk_rope_head_dim: PositiveInt
     max_position_embeddings: PositiveInt
     sliding_window: PositiveInt
-    compress_ratios: list[int]
+    compress_ratios: list[NonNegativeInt]
     kv_source_layer_ids: list[int]
     index_source_layer_ids: list[int]
     candidate_source_layer_id: int
@@ -87,7 +87,7 @@ class _V41Text(_Config):
     o_lora_rank: PositiveInt
     moe_intermediate_size: PositiveInt
     n_routed_experts: PositiveInt
-    n_shared_experts: int
+    n_shared_experts: NonNegativeInt
     num_experts_per_tok: PositiveInt
     hc_mult: PositiveInt
     engram_layer_ids: list[int] = Field(default_factory=list)
@@ -95,7 +95,7 @@ class _V41Text(_Config):
     engram_max_ngram_size: int = 4
     engram_n_heads: int = 8
     engram_head_dim: int = 256
-    num_nextn_predict_layers: int = 0
+    num_nextn_predict_layers: NonNegativeInt = 0
     dspark_block_size: int = 5
     dspark_target_layer_ids: list[int] = Field(default_factory=list)
     dspark_markov_rank: int = 256
@@ -140,7 +140,8 @@ def load_model(name_or_path: str) -> ModelSpec:
 
 def parse_config(config: dict[str, Any], name: str) -> ModelSpec:
     """A `ModelSpec` from the dictionary of a `config.json`. Raises UsageError, naming the offending field."""
-    architecture = str((config.get("architectures") or [config.get("model_type", "none")])[0])
+    listed = config.get("architectures")
+    architecture = str(listed[0] if isinstance(listed, list) and listed else config.get("model_type", "none"))
     parser = _PARSERS.get(architecture)
     if parser is None:
         raise UsageError(
@@ -233,6 +234,8 @@ def _role(config: _V41Text, index: int) -> Role:
 def _v41_attention(config: _V41Text, index: int, role: Role) -> CompressedAttention:
     ratio = 0 if role is Role.WINDOW else config.compress_ratios[index]
     owner = max((i for i in config.kv_source_layer_ids if i <= index), default=None) if ratio else None
+    if ratio and (owner is None or config.compress_ratios[owner] != ratio):
+        raise UsageError(f"config.json field kv_source_layer_ids: no source of layer {index}'s ratio {ratio} up to it")
     # Later index sources score only inside the candidate blocks that the candidate source picked.
     limited = role is Role.REINDEX and 0 <= config.candidate_source_layer_id < index
     return CompressedAttention(
@@ -321,6 +324,8 @@ def _parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
         raise UsageError(
             f"model {name}: compress_ratios has {len(text.compress_ratios)} entries for {text.num_hidden_layers} layers"
         )
+    if len(text.engram_layer_ids) != len(text.engram_num_embeddings):
+        raise UsageError(f"model {name}: engram_layer_ids and engram_num_embeddings must have the same length")
     dim, index_dim, rope_dim = text.head_dim, text.index_head_dim, text.qk_rope_head_dim
     window = dim + dim // 32
     kv_formats = (

@@ -100,6 +100,10 @@ class MoE:
     width: int
     num_shared: int
 
+    def __post_init__(self) -> None:
+        if self.topk > self.num_experts:
+            raise UsageError(f"num_experts_per_tok {self.topk} is more than the {self.num_experts} routed experts")
+
 
 @dataclass(frozen=True)
 class Engram:

@@ -89,6 +89,7 @@ class Scheduler:
         self._draining: list[Sequence] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._next_index = 0
+        self._unreported: list[int] = []  # preempted by a decision that had no step to carry the news
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
@@ -119,9 +120,11 @@ class Scheduler:
         draft = _Draft(self.config.max_tokens_per_step)
         batch, in_flight = self._plan_decodes(draft)
         self._plan_prefills(draft)
+        self._unreported += draft.preempted
         if not draft.chunks and not len(batch):
             return None
-        plan = StepPlan(self._next_index, tuple(draft.chunks), batch, tuple(draft.tables), tuple(draft.preempted))
+        plan = StepPlan(self._next_index, tuple(draft.chunks), batch, tuple(draft.tables), tuple(self._unreported))
+        self._unreported = []
         in_flight.prefill = draft.sequences
         self._in_flight[plan.index] = in_flight
         self._next_index += 1
@@ -176,14 +179,12 @@ class Scheduler:
         table, drafts = self._decoding, self.config.nextn
         rows = drafts + 1
         contexts = table.column("cached") + table.column("in_flight") * rows
-        short = contexts + rows > table.column("capacity")
+        short = self._may_continue() & (contexts + rows > table.column("capacity"))
         stalled: set[Sequence] = set()
         if short.any():
             stalled = self._grow(short, draft)
             contexts = table.column("cached") + table.column("in_flight") * rows
-        # Every step in flight yields a token at least: what is certain to end is not run again.
-        certain = table.column("generated") + table.column("in_flight") + table.column("first_in_flight")
-        runs = certain < table.column("limit")
+        runs = self._may_continue()
         for sequence in stalled:
             if sequence.row >= 0:
                 runs[sequence.row] = False
@@ -193,6 +194,13 @@ class Scheduler:
         draft.budget -= batch.num_rows
         sequences = list(table.sequences) if isinstance(selected, slice) else [table.sequences[i] for i in selected]
         return batch, _InFlight([], sequences, selected, table.version)
+
+    def _may_continue(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Rows to run: every step in flight yields a token at least, and what is certain to end is not run again."""
+        table = self._decoding
+        certain = table.column("generated") + table.column("in_flight") + table.column("first_in_flight")
+        runs: np.ndarray[tuple[int], np.dtype[np.bool_]] = certain < table.column("limit")
+        return runs
 
     def _grow(self, short: np.ndarray[tuple[int], np.dtype[np.bool_]], draft: _Draft) -> set[Sequence]:
         """Give blocks to the marked rows, most urgent first, preempting from the other end; returns who must wait."""
@@ -204,11 +212,14 @@ class Scheduler:
             context = int(table.column("cached")[sequence.row] + table.column("in_flight")[sequence.row] * rows)
             count = self._blocks_for(context + rows) - len(sequence.blocks)
             while self.pool.num_free + self._num_draining_blocks() < count and sequence.row >= 0:
-                self._preempt(max((*self._prefilling, *table.sequences), key=self._order), draft)
+                victim = max((*self._prefilling, *table.sequences), key=self._order)
+                if victim is sequence and table.column("in_flight")[sequence.row]:
+                    break  # its step in flight may keep less than assumed: wait for that first
+                self._preempt(victim, draft)
             if sequence.row < 0:
                 continue
             if self.pool.num_free < count:
-                stalled.add(sequence)  # until the step that holds the blocks of a preempted one lands
+                stalled.add(sequence)  # until the step in flight lands
                 continue
             self._append_blocks(sequence, count, draft)
             table.column("capacity")[sequence.row] = len(sequence.blocks) * self.config.block_tokens

@@ -1,0 +1,351 @@
+"""Costs: the closed form against the event simulation, the roofline's limits, and kernels the fit never saw."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from backends.sim.timeline import run_graph, simulate_step
+from deepinfer.cost.compose import critical_path, finish_times, operator_seconds, step_cost
+from deepinfer.cost.model import Cost, CostModel, CostProfile, OperatorParameters, Source, load_profile
+from deepinfer.engine.deployment import choose_kv_format
+from deepinfer.errors import NoDataError, UsageError
+from deepinfer.graph.build import GraphFeatures, build_graph
+from deepinfer.graph.build.common import Phase, Replay
+from deepinfer.graph.graph import Block, ExecutionGraph
+from deepinfer.graph.ops import Message, Operator, OpKind, Work
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.hardware.spec import Accelerator, ClusterSpec, hardware_names, load_hardware
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.model.hf import load_model
+
+V41, V3 = "deepseek-v4.1-flash", "deepseek-v3"
+EMPTY = StepShape()
+
+
+@lru_cache
+def graph(
+    model: str, hardware: str, layout: ParallelLayout, phase: Phase = "mixed", replay: Replay = "off", nextn: int = 0
+) -> ExecutionGraph:
+    accelerator = load_hardware(hardware)
+    spec = choose_kv_format(load_model(model), accelerator, None)
+    return build_graph(spec, layout, ClusterSpec(accelerator, 64), GraphFeatures(phase, replay, nextn))
+
+
+# --- closed form and event simulation -------------------------------------------------------------------------------
+
+
+class Given(CostModel):
+    """Costs that are given per operator."""
+
+    def __init__(self, seconds: dict[Operator, float]) -> None:
+        self.seconds = seconds
+
+    def cost(self, operator: Operator, work: Work) -> Cost:
+        return Cost(self.seconds[operator], Source.FITTED)
+
+
+@st.composite
+def random_graphs(draw: st.DrawFn) -> tuple[ExecutionGraph, dict[Operator, float]]:
+    """Blocks of operators on four streams that read and write six slots, issued in any order and repeatedly."""
+    slots = st.lists(st.sampled_from("abcdef"), max_size=3, unique=True).map(tuple)
+    blocks = []
+    for number in range(draw(st.integers(1, 4))):
+        operators = tuple(
+            Operator(
+                f"{number}.{i}",
+                OpKind.GEMM,
+                draw(slots),
+                draw(slots),
+                lambda _: Work(),
+                draw(st.sampled_from(["compute", "comm", "copy", "host"])),
+            )
+            for i in range(draw(st.integers(1, 6)))
+        )
+        blocks.append(Block(f"block {number}", operators))
+    order = draw(st.lists(st.sampled_from(blocks), min_size=1, max_size=12))
+    built = ExecutionGraph("random", tuple(order))
+    seconds = st.one_of(st.just(0.0), st.floats(1e-7, 1.0), st.sampled_from([0.25, 0.5, 1.0]))
+    return built, {operator: draw(seconds) for operator in built.operators}
+
+
+@given(drawn=random_graphs())
+@settings(max_examples=300, deadline=None)
+def test_closed_form_is_the_simulated_makespan(drawn: tuple[ExecutionGraph, dict[Operator, float]]) -> None:
+    built, seconds = drawn
+    spans = run_graph(built, [seconds[o] for o in built.operators])
+    simulated = max((s.start_s + s.seconds for s in spans), default=0.0)
+    assert step_cost(built, EMPTY, Given(seconds)).seconds == pytest.approx(simulated, rel=1e-9, abs=1e-12)
+
+
+@given(drawn=random_graphs())
+@settings(max_examples=100, deadline=None)
+def test_every_operator_ends_when_the_simulation_ends_it(
+    drawn: tuple[ExecutionGraph, dict[Operator, float]],
+) -> None:
+    built, seconds = drawn
+    times = [seconds[o] for o in built.operators]
+    simulated: dict[str, list[float]] = defaultdict(list)
+    for span in run_graph(built, times):
+        simulated[span.name].append(span.start_s + span.seconds)
+    closed: dict[str, list[float]] = defaultdict(list)
+    for step, end in zip(built.steps, finish_times(built, times), strict=True):
+        if times[step.operator] > 0:
+            closed[built.operators[step.operator].name].append(float(end))
+    assert closed.keys() == simulated.keys()
+    for name, ends in closed.items():
+        assert ends == pytest.approx(sorted(simulated[name]), rel=1e-9, abs=1e-12)
+
+
+@given(drawn=random_graphs())
+@settings(max_examples=150, deadline=None)
+def test_the_critical_path_adds_up_to_the_makespan(drawn: tuple[ExecutionGraph, dict[Operator, float]]) -> None:
+    built, seconds = drawn
+    items = critical_path(built, EMPTY, Given(seconds))
+    makespan = step_cost(built, EMPTY, Given(seconds)).seconds
+    assert sum(i.seconds for i in items) == pytest.approx(makespan, rel=1e-9, abs=1e-12)
+    lengths = {o.name: seconds[o] for o in built.operators}
+    for item in items:
+        assert item.seconds == pytest.approx(item.count * lengths[item.operator], rel=1e-9)
+    assert [i.seconds for i in items] == sorted((i.seconds for i in items), reverse=True)
+
+
+def test_streams_overlap_only_where_data_allows() -> None:
+    """By hand: the exchange of block 2 hides behind `wide`, that of block 1 has nothing to hide behind."""
+    a = Operator("a", OpKind.GEMM, ("x",), ("y",), lambda _: Work())
+    send = Operator("send", OpKind.DISPATCH, ("y",), ("z",), lambda _: Work(), "comm")
+    use = Operator("use", OpKind.GEMM, ("z",), ("x",), lambda _: Work())
+    wide = Operator("wide", OpKind.GEMM, ("y",), ("w",), lambda _: Work())
+    seconds = {a: 1.0, send: 2.0, use: 1.0, wide: 5.0}
+    plain = ExecutionGraph("plain", (Block("1", (a, send, use)),))
+    hidden = ExecutionGraph("hidden", (Block("1", (a, send, wide, use)),))
+    assert step_cost(plain, EMPTY, Given(seconds)).seconds == 4.0
+    assert step_cost(hidden, EMPTY, Given(seconds)).seconds == 7.0
+
+
+@pytest.mark.parametrize(("model", "replay", "nextn"), [(V41, "compact", 5), (V3, "off", 2)])
+def test_a_real_step_costs_its_simulated_makespan(model: str, replay: Replay, nextn: int) -> None:
+    built = graph(model, "gb200-nvl72", ParallelLayout(dp=8, ep=8), "mixed", replay, nextn)
+    costs = CostModel(load_hardware("gb200-nvl72"))
+    chunk = Sequences(1.0, 1500.0, 2000.0, 140.0 if replay == "compact" else 1500.0, 1.0)
+    shape = StepShape(Sequences.decoding(40.0, float(nextn), 7000.0), (chunk,))
+    spans = simulate_step(built, shape, costs)
+    cost = step_cost(built, shape, costs)
+    assert cost.seconds == pytest.approx(max(s.start_s + s.seconds for s in spans), rel=1e-9)
+    assert sum(i.seconds for i in critical_path(built, shape, costs)) == pytest.approx(cost.seconds, rel=1e-9)
+    assert cost.source == min(c for c in Source if c in sources(built, shape, costs))
+
+
+def sources(built: ExecutionGraph, shape: StepShape, costs: CostModel) -> set[Source]:
+    found = [costs.cost(o, o.work(shape)) for o in built.operators]
+    return {c.source for c in found if c.seconds > 0}
+
+
+# --- roofline -------------------------------------------------------------------------------------------------------
+
+
+def model_of(kind: OpKind = OpKind.GEMM, hardware: str = "h800", **values: float) -> tuple[CostModel, Operator]:
+    """A cost model with parameters for one kind, and an operator of that kind."""
+    parameters = OperatorParameters.model_validate(
+        {"startup_s": 1e-5, "kind": "fitted", "source": "made up for tests"} | values
+    )
+    profile = CostProfile(family="test", description="", operators={str(kind): parameters})
+    operator = Operator("operator", kind, (), (), lambda _: Work())
+    return CostModel(load_hardware(hardware), profile), operator
+
+
+def accelerator() -> Accelerator:
+    return load_hardware("h800")
+
+
+def test_much_compute_runs_at_the_reachable_peak() -> None:
+    costs, operator = model_of(compute_efficiency=0.7, memory_efficiency=0.8)
+    seconds = costs.cost(operator, Work(1e18, "fp8", 1e6, 1e6, rows=4096)).seconds
+    assert seconds == pytest.approx(1e18 / (1.979e15 * 0.7), rel=1e-4)
+
+
+def test_many_bytes_run_at_the_reachable_bandwidth() -> None:
+    costs, operator = model_of(compute_efficiency=0.7, memory_efficiency=0.8)
+    seconds = costs.cost(operator, Work(1e6, "fp8", 6e12, 4e12)).seconds
+    assert seconds == pytest.approx(1e13 / (3.35e12 * 0.8), rel=1e-4)
+
+
+def test_little_work_costs_the_start_up_and_none_costs_nothing() -> None:
+    costs, operator = model_of()
+    assert costs.cost(operator, Work(1.0, "fp8", 1.0)).seconds == pytest.approx(1e-5, rel=1e-6)
+    assert costs.cost(operator, Work()).seconds == 0
+    assert costs.cost(operator, Work(message=Message("all_to_all", 0.0, 0.0, 8))).seconds == 0
+
+
+def test_few_rows_reach_half_the_rate_at_rows_half() -> None:
+    costs, operator = model_of(rows_half=64.0)
+    seconds = costs.cost(operator, Work(1e18, "fp8", rows=64.0)).seconds
+    assert seconds == pytest.approx(2 * 1e18 / 1.979e15, rel=1e-6)
+
+
+def test_the_knee_is_between_the_larger_term_and_the_sum() -> None:
+    work = Work(1.979e15, "fp8", 3.35e12, rows=1.0)  # one second of each
+    costs, operator = model_of(sharpness=1.0)
+    assert costs.cost(operator, work).seconds == pytest.approx(2.0, rel=1e-4)
+    costs, operator = model_of(sharpness=100.0)
+    assert costs.cost(operator, work).seconds == pytest.approx(1.0, rel=1e-2)
+    costs, operator = model_of(sharpness=2.0)
+    assert costs.cost(operator, work).seconds == pytest.approx(2**0.5, rel=1e-4)
+
+
+def test_messages_within_and_beyond_the_domain() -> None:
+    costs, operator = model_of(OpKind.DISPATCH, scale_up_efficiency=0.5, scale_out_efficiency=0.8)
+
+    def seconds(up: float, out: float) -> float:
+        return float(costs.cost(operator, Work(message=Message("all_to_all", up, out, 16))).seconds)
+
+    assert seconds(2e8, 0.0) == pytest.approx(1e-5 + 2e8 / (2e11 * 0.5), rel=1e-9)
+    # Beyond: the longer part counts, and the scale-out one waits its latency of 10 us.
+    assert seconds(2e8, 1.0) == pytest.approx(1e-5 + 2e8 / (2e11 * 0.5), rel=1e-9)
+    assert seconds(1.0, 4e8) == pytest.approx(1e-5 + 1e-5 + 4e8 / (5e10 * 0.8), rel=1e-9)
+
+
+def test_fp4_products_run_at_the_fp8_rate_where_there_is_no_fp4() -> None:
+    assert accelerator().peak_flops_per_s("fp4") == accelerator().peak_flops_per_s("fp8")
+    assert load_hardware("b200").peak_flops_per_s("fp4") == 2 * load_hardware("b200").peak_flops_per_s("fp8")
+
+
+def test_a_missing_number_is_named_and_not_guessed() -> None:
+    costs, _ = model_of()
+    other = Operator("other", OpKind.TOPK, (), (), lambda _: Work())
+    with pytest.raises(NoDataError, match="test has no parameters for topk at bf16"):
+        costs.cost(other, Work(bytes_read=1.0))
+    rates = {name: q for name, q in accelerator().flops_per_s.items() if name != "tf32"}
+    bare = CostModel(accelerator().model_copy(update={"flops_per_s": rates}), costs.profile)
+    gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work())
+    with pytest.raises(NoDataError, match=r"h800: flops_per_s\.tf32"):
+        bare.cost(gemm, Work(1.0, "tf32"))
+    with pytest.raises(UsageError, match=r"'ampere'.*blackwell, hopper"):
+        load_profile("ampere")
+
+
+def test_a_sum_keeps_the_weakest_source_of_those_that_work() -> None:
+    weak = Operator("weak", OpKind.GEMM, (), (), lambda _: Work())
+    strong = Operator("strong", OpKind.GEMM, (), (), lambda _: Work())
+    built = ExecutionGraph("two", (Block("two", (weak, strong)),))
+
+    class Mixed(Given):
+        def cost(self, operator: Operator, work: Work) -> Cost:
+            return Cost(self.seconds[operator], Source.ROOFLINE if operator is weak else Source.MEASURED)
+
+    assert step_cost(built, EMPTY, Mixed({weak: 1.0, strong: 1.0})).source is Source.ROOFLINE
+    assert step_cost(built, EMPTY, Mixed({weak: 0.0, strong: 1.0})).source is Source.MEASURED
+
+
+# --- shipped profiles -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hardware", hardware_names())
+@pytest.mark.parametrize(
+    ("model", "replay", "nextn"), [(V41, "off", 0), (V41, "compact", 5), (V3, "off", 0), (V3, "off", 3)]
+)
+def test_every_operator_of_a_graph_has_a_cost(hardware: str, model: str, replay: Replay, nextn: int) -> None:
+    shape = StepShape(Sequences.decoding(16.0, float(nextn), 9000.0), (Sequences(1.0, 300.0, 0.0, 140.0, 1.0),))
+    for layout in (ParallelLayout(), ParallelLayout(dp=16, ep=16), ParallelLayout(dp=2, cp=8, ep=16)):
+        costs = CostModel(load_hardware(hardware))
+        built = graph(model, hardware, layout, "mixed", replay, nextn)
+        seconds, source = operator_seconds(built, shape, costs)
+        assert all(0 <= s < 1 for s in seconds)
+        assert source in (Source.PUBLISHED, Source.FITTED)
+
+
+def load(count: float, drafts: float, context: float, rows: float, start: float, replay: str) -> StepShape:
+    kept = min(rows, 140.0) if replay == "compact" else rows
+    return StepShape(Sequences.decoding(count, drafts, context), (Sequences(1.0, rows, start, kept, 1.0),))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "replay", "nextn"),
+    [
+        (V41, ParallelLayout(dp=16, ep=16), "compact", 5),
+        (V41, ParallelLayout(dp=1, cp=8, ep=8), "off", 0),
+        (V3, ParallelLayout(dp=16, ep=16), "off", 2),
+    ],
+)
+@given(
+    count=st.floats(1, 500),
+    context=st.floats(1, 300_000),
+    rows=st.floats(1, 8000),
+    start=st.floats(0, 100_000),
+    more=st.tuples(st.floats(0, 50), st.floats(0, 20_000), st.floats(0, 500), st.floats(0, 20_000)),
+)
+@settings(max_examples=40, deadline=None)
+def test_more_work_never_costs_less(
+    model: str,
+    layout: ParallelLayout,
+    replay: Replay,
+    nextn: int,
+    count: float,
+    context: float,
+    rows: float,
+    start: float,
+    more: tuple[float, float, float, float],
+) -> None:
+    """More requests, longer contexts, longer chunks, later chunks: each alone, then all."""
+    built = graph(model, "h800", layout, "mixed", replay, nextn)
+    costs = CostModel(load_hardware("h800"))
+
+    def seconds(a: float, b: float, c: float, d: float) -> float:
+        shape = load(count + a, float(nextn), context + b, rows + c, start + d, replay)
+        return float(step_cost(built, shape, costs).seconds)
+
+    base = seconds(0, 0, 0, 0)
+    for i in range(4):
+        alone = [0.0] * 4
+        alone[i] = more[i]
+        assert seconds(*alone) >= base * (1 - 1e-9)
+    assert seconds(*more) >= base * (1 - 1e-9)
+
+
+# --- kernels that the fit did not use -------------------------------------------------------------------------------
+
+# alibaba/InferSim bench_data, measured on H800: absorbed latent attention of 128 heads, one layer, BF16 cache.
+MLA_DECODE_H800 = [
+    (1, 4096, 21.7e-6),
+    (128, 1024, 96e-6),
+    (128, 4096, 292e-6),
+    (256, 4096, 586e-6),
+    (128, 8192, 550e-6),
+    (128, 32_768, 2095e-6),
+]
+# The same, masked FP8 grouped GEMM (DeepGEMM): local experts of V3, mean rows per expert, gate and up, down.
+EXPERTS_H800 = [
+    (2, 512, 90.9e-6, 51.7e-6),
+    (4, 256, 93.8e-6, 51.0e-6),
+    (8, 128, 120.4e-6, 63.4e-6),
+    (32, 32, 325e-6, 176e-6),
+    (2, 1024, 129.5e-6, 67.9e-6),
+]
+
+
+def within(predicted: float, measured: float, factor: float) -> bool:
+    return 1 / factor <= predicted / measured <= factor
+
+
+@pytest.mark.parametrize(("batch", "context", "measured_s"), MLA_DECODE_H800)
+def test_latent_attention_against_published_h800_kernels(batch: int, context: int, measured_s: float) -> None:
+    built = graph(V3, "h800", ParallelLayout(), "decode")
+    attention = next(o for o in built.operators if o.name == "attention_decode")
+    shape = StepShape(Sequences.decoding(float(batch), 0.0, context - 1.0))
+    predicted = CostModel(load_hardware("h800")).cost(attention, attention.work(shape)).seconds
+    assert within(float(predicted), measured_s, 1.25)
+
+
+@pytest.mark.parametrize(("experts", "rows", "up_s", "down_s"), EXPERTS_H800)
+def test_grouped_products_against_published_h800_kernels(experts: int, rows: int, up_s: float, down_s: float) -> None:
+    """The graph's operator is both products; it also streams their activations once."""
+    ep = 256 // experts
+    built = graph(V3, "h800", ParallelLayout(dp=ep, ep=ep), "decode")
+    operator = next(o for o in built.operators if o.name == "experts")
+    shape = StepShape(Sequences.decoding(rows * experts / 8, 0.0, 1000.0))
+    predicted = CostModel(load_hardware("h800")).cost(operator, operator.work(shape)).seconds
+    assert within(float(predicted), up_s + down_s, 1.5)
