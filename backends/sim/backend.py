@@ -42,7 +42,7 @@ class SimBackend:
 
     def timeline(self, deployment: Deployment, num_requests: int, context: float) -> list[Span]:
         """Operators of one step in which every attention replica decodes `num_requests`, as spans."""
-        load = ReplicaLoad(num_requests, deployment.settings.nextn, context, ())
+        load = ReplicaLoad(num_requests, deployment.settings.nextn, context)
         rows = float(load.num_rows)
         shape = step_shape(load, rows, rows, deployment.settings.graph_rows)
         return simulate_step(deployment.graph(), shape, CostModel(deployment.cluster.accelerator))
@@ -110,20 +110,21 @@ class _Run:
             self._send_next()
 
     def _send_next(self) -> None:
-        request = next(self._next, None)
-        if request is not None:
-            self._send(request)
-        elif not self._last_sent.triggered:
+        for request in self._next:
+            if self._send(request):
+                return
+        if not self._last_sent.triggered:
             self._last_sent.succeed()
 
-    def _send(self, spec: RequestSpec) -> None:
-        """Give a request to the least loaded attention replica, the first of equals."""
+    def _send(self, spec: RequestSpec) -> bool:
+        """Give a request to the least loaded attention replica, the first of equals; False when it cannot fit."""
         now = self.env.now
         request = engine_request(spec, self._block_tokens, now)
         group, replica = min(self._places, key=lambda place: place[0].load(place[1]))
         self.record.arrival_s[spec.id] = now
-        if group.schedulers[replica].fits(request):
+        fits = group.schedulers[replica].fits(request)
+        if fits:
             group.send(replica, request)
         else:
             self.record.refused.append(spec.id)
-            self._finished(spec.id)
+        return fits

@@ -12,7 +12,7 @@ from deepinfer.engine.shape import ReplicaLoad, heaviest, replica_load, step_sha
 from deepinfer.scheduler.step import StepPlan
 
 STEPS_PER_OCTAVE = 16
-"""Contexts, chunks and mean rows are rounded to the nearest of 16 values per doubling: at most 2.2% off, unbiased."""
+"""Requests, rows and tokens are rounded to the nearest of 16 values per doubling: 2.2% off at most, unbiased."""
 
 
 class StepTimer:
@@ -47,17 +47,17 @@ class StepTimer:
 
 
 def _rounded(load: ReplicaLoad) -> ReplicaLoad:
-    return ReplicaLoad(
-        load.num_decodes,
-        load.drafts,
-        _on_grid(load.mean_context),
-        tuple(
-            (round(_on_grid(rows)), round(_on_grid(start)), kept if kept < rows else round(_on_grid(rows)), last)
-            for rows, start, kept, last in load.chunks
-        ),
+    return load._replace(
+        num_decodes=round(_on_grid(load.num_decodes)),
+        mean_context=_on_grid(load.mean_context),
+        prompt_rows=round(_on_grid(load.prompt_rows)),
+        prompt_start=_on_grid(load.prompt_start),
+        kept_rows=round(_on_grid(load.kept_rows)),
     )
 
 
 def _on_grid(value: float) -> float:
-    """The nearest of `STEPS_PER_OCTAVE` values per doubling; 0 stays 0."""
-    return 2.0 ** (round(math.log2(value) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE) if value > 0 else 0.0
+    """The nearest of `STEPS_PER_OCTAVE` values per doubling; small numbers stay as they are."""
+    if value <= STEPS_PER_OCTAVE:
+        return value
+    return math.exp2(round(math.log2(value) * STEPS_PER_OCTAVE) / STEPS_PER_OCTAVE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,12 +72,14 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
 
 def finish_times(graph: ExecutionGraph, seconds: Sequence[Num]) -> list[Num]:
     """When each of `graph.steps` ends, given the seconds of each of `graph.operators`."""
+    # The builtin is several times as fast as NumPy for the single shapes of a simulation.
+    latest: Callable[[Num, Num], Num] = np.maximum if any(isinstance(s, np.ndarray) for s in seconds) else max
     ends: list[Num] = []
     for index, after in graph.steps:
         start: Num = 0.0
         if after:
             start = ends[after[0]]
             for i in after[1:]:
-                start = larger(start, ends[i])
+                start = latest(start, ends[i])
         ends.append(start + seconds[index])
     return ends

@@ -15,7 +15,7 @@ import tomllib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,7 +36,7 @@ class Source(IntEnum):
     MEASURED = 3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Cost:
     """Seconds of one operator (a number, or an array over shapes) and where they come from."""
 
@@ -56,13 +56,8 @@ class OperatorParameters(BaseModel):
     sharpness: Annotated[float, Field(ge=1)] = 4.0
     scale_up_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
     scale_out_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
-    kind: str
+    kind: Literal["roofline", "published", "fitted", "measured"]
     source: Annotated[str, Field(min_length=8)]
-
-    @property
-    def cost_source(self) -> Source:
-        """`kind` of the profile file as a `Source`."""
-        return Source[self.kind.upper()]
 
 
 class CostProfile(BaseModel):
@@ -97,35 +92,46 @@ def load_profile(family: str) -> CostProfile:
         raise UsageError(f"cost profile {path}: {error}") from None
 
 
+class _Rates(NamedTuple):
+    """What a kind of operator reaches on an accelerator."""
+
+    parameters: OperatorParameters
+    flops_per_s: float
+    bytes_per_s: float
+    source: Source
+
+
 class CostModel:
     """Costs of operators on one accelerator: its peaks times the efficiencies of its family's profile."""
 
     def __init__(self, accelerator: Accelerator, profile: CostProfile | None = None) -> None:
         self.accelerator = accelerator
         self.profile = load_profile(accelerator.family) if profile is None else profile
-        self._known_rates: dict[tuple[OpKind, Precision], tuple[OperatorParameters, float, float]] = {}
+        self._known: dict[tuple[OpKind, Precision], _Rates] = {}
 
     def cost(self, operator: Operator, work: Work) -> Cost:
         """Seconds that `operator` takes for `work` on one rank, elementwise for arrays; 0 where there is no work."""
-        p, peak, bandwidth = self._rates(operator.kind, work.precision)
+        known = self._known.get((operator.kind, work.precision)) or self._look_up(operator.kind, work.precision)
+        p = known.parameters
         num_bytes = work.bytes_read + work.bytes_written
-        compute = work.flops * (1.0 + p.rows_half / larger(work.rows, 1e-9)) / peak
-        seconds = _rounded_maximum(compute, num_bytes / bandwidth, p.sharpness)
+        compute = work.flops * (1.0 + p.rows_half / larger(work.rows, 1e-9)) / known.flops_per_s
+        seconds = _rounded_maximum(compute, num_bytes / known.bytes_per_s, p.sharpness)
         amount = work.flops + num_bytes
         if work.message is not None:
             seconds = seconds + self._message_seconds(work.message, p)
             amount = amount + work.message.scale_up_bytes + work.message.scale_out_bytes
-        return Cost(where_positive(amount, p.startup_s + seconds), p.cost_source)
+        return Cost(where_positive(amount, p.startup_s + seconds), known.source)
 
-    def _rates(self, kind: OpKind, precision: Precision) -> tuple[OperatorParameters, float, float]:
-        """Parameters, reachable FLOP/s and reachable HBM bytes/s of an operator kind."""
-        known = self._known_rates.get((kind, precision))
-        if known is None:
-            p = self.profile.parameters(kind, precision)
-            peak = self.accelerator.peak_flops_per_s(precision) * p.compute_efficiency
-            bandwidth = self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency
-            known = self._known_rates[kind, precision] = (p, peak, bandwidth)
-        return known
+    def _look_up(self, kind: OpKind, precision: Precision) -> _Rates:
+        p = self.profile.parameters(kind, precision)
+        rates = _Rates(
+            parameters=p,
+            flops_per_s=self.accelerator.peak_flops_per_s(precision) * p.compute_efficiency,
+            bytes_per_s=self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency,
+            source=Source[p.kind.upper()],
+        )
+        self._known[kind, precision] = rates
+        return rates
 
     def _message_seconds(self, message: Message, p: OperatorParameters) -> Num:
         up, out = self.accelerator.scale_up, self.accelerator.scale_out

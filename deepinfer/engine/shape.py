@@ -13,40 +13,55 @@ from deepinfer.scheduler.step import StepPlan
 class ReplicaLoad(NamedTuple):
     """One attention replica's part of a step, summarised: hashable, so that step times can be remembered by it.
 
-    `chunks` are (rows, start, kept rows, last) of its prefill chunks.
+    Its prompts are `num_chunks` chunks of `prompt_rows` rows in all, of which `kept_rows` go through bounded layers and
+    `num_last` chunks end their prompt. `prompt_start` is the tokens before a chunk of mean length that sees as many
+    (row, earlier token) pairs as the chunks do together.
     """
 
     num_decodes: int
     drafts: int
     mean_context: float
-    chunks: tuple[tuple[int, int, int, bool], ...]
+    num_chunks: int = 0
+    prompt_rows: int = 0
+    prompt_start: float = 0.0
+    kept_rows: int = 0
+    num_last: int = 0
 
     @property
     def num_rows(self) -> int:
         """Rows the replica computes."""
-        return self.num_decodes * (self.drafts + 1) + sum(c[0] for c in self.chunks)
+        return self.num_decodes * (self.drafts + 1) + self.prompt_rows
 
     @property
     def num_kept_rows(self) -> int:
         """Rows the replica computes in bounded layers."""
-        return self.num_decodes * (self.drafts + 1) + sum(c[2] for c in self.chunks)
+        return self.num_decodes * (self.drafts + 1) + self.kept_rows
+
+    @property
+    def num_cached(self) -> float:
+        """Cached tokens of the decoding requests."""
+        return self.num_decodes * self.mean_context
 
     @property
     def num_pairs(self) -> float:
-        """Pairs of a row and a token before it, as attention without windows or compression scores them."""
-        decode = self.num_decodes * (self.drafts + 1) * self.mean_context
-        return decode + sum(rows * (start + rows / 2) for rows, start, _, _ in self.chunks)
+        """(row, earlier token) pairs: what scoring every earlier token costs."""
+        prompt = self.prompt_rows * (self.prompt_start + self.prompt_rows / max(self.num_chunks, 1) / 2)
+        return self.num_cached * (self.drafts + 1) + prompt
 
 
 def replica_load(plan: StepPlan) -> ReplicaLoad:
     """Summary of one replica's plan."""
     num_decodes = len(plan.decode)
-    return ReplicaLoad(
-        num_decodes=num_decodes,
-        drafts=plan.decode.drafts if num_decodes else 0,
-        mean_context=float(plan.decode.contexts.sum()) / num_decodes if num_decodes else 0.0,
-        chunks=tuple((c.rows, c.start, c.kept_rows, c.is_last) for c in plan.prefill),
-    )
+    drafts = plan.decode.drafts if num_decodes else 0
+    context = float(plan.decode.contexts.sum()) / num_decodes if num_decodes else 0.0
+    chunks = plan.prefill
+    if not chunks:
+        return ReplicaLoad(num_decodes, drafts, context)
+    rows = sum(c.rows for c in chunks)
+    pairs = sum(c.rows * (c.start + c.rows / 2) for c in chunks)
+    start = max(pairs / rows - rows / len(chunks) / 2, 0.0)
+    kept, last = sum(c.kept_rows for c in chunks), sum(c.is_last for c in chunks)
+    return ReplicaLoad(num_decodes, drafts, context, len(chunks), rows, start, kept, last)
 
 
 def step_shape(load: ReplicaLoad, mean_rows: float, mean_kept_rows: float, graph_rows: int) -> StepShape:
@@ -57,13 +72,14 @@ def step_shape(load: ReplicaLoad, mean_rows: float, mean_kept_rows: float, graph
     decode = None
     if load.num_decodes:
         count = float(load.num_decodes)
-        if not load.chunks:
+        if not load.num_chunks:
             count = padded_requests(load.num_decodes, load.drafts, graph_rows)
         decode = Sequences.decoding(count, float(load.drafts), load.mean_context)
-    prefill = tuple(
-        Sequences(1.0, float(rows), float(start), float(kept), float(last)) for rows, start, kept, last in load.chunks
-    )
-    return StepShape(decode, prefill, mean_rows, mean_kept_rows)
+    if not load.num_chunks:
+        return StepShape(decode, (), mean_rows, mean_kept_rows)
+    n = float(load.num_chunks)
+    prompts = Sequences(n, load.prompt_rows / n, load.prompt_start, load.kept_rows / n, load.num_last / n)
+    return StepShape(decode, (prompts,), mean_rows, mean_kept_rows)
 
 
 def padded_requests(num_requests: int, drafts: int, graph_rows: int) -> float:
@@ -75,7 +91,7 @@ def padded_requests(num_requests: int, drafts: int, graph_rows: int) -> float:
 def heaviest(loads: Iterable[ReplicaLoad]) -> tuple[ReplicaLoad, ...]:
     """The replicas that can be a step's last to finish: most rows, most cached tokens to read, most pairs to score."""
     loads = list(loads)
-    by_rows = max(loads, key=lambda x: (x.num_rows, x.num_decodes * x.mean_context))
-    by_context = max(loads, key=lambda x: (x.num_decodes * x.mean_context, x.num_rows))
+    by_rows = max(loads, key=lambda x: (x.num_rows, x.num_cached))
+    by_cached = max(loads, key=lambda x: (x.num_cached, x.num_rows))
     by_pairs = max(loads, key=lambda x: x.num_pairs)
-    return tuple(dict.fromkeys((by_rows, by_context, by_pairs)))
+    return tuple(dict.fromkeys((by_rows, by_cached, by_pairs)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class RunRecord:
         self.delivery_tokens: array[int] = array("q")
         self._gaps: list[Floats] = []
         self._gap_tokens: list[Ints] = []
+        self._gaps_s: list[float] = []
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
@@ -46,6 +48,7 @@ class RunRecord:
         """Note that requests got new tokens at `now`; each id occurs once."""
         last = self.last_token_s[request_ids]
         later = last >= 0
+        self._gaps_s.append(now)
         if later.all():
             self._gaps.append(now - last)
             self._gap_tokens.append(tokens)
@@ -56,14 +59,15 @@ class RunRecord:
         self.last_token_s[request_ids] = now
         self.output_tokens[request_ids] += tokens
 
-    def gaps(self) -> tuple[Floats, Ints]:
-        """Seconds between two deliveries to a request, and the tokens delivered at the second.
+    def gaps(self, start_s: float = -math.inf, end_s: float = math.inf) -> tuple[Floats, Ints]:
+        """Seconds between two deliveries to a request, and the tokens delivered at the second, which is in the range.
 
         The first of those tokens has this inter-token latency, the others of the same step have 0.
         """
-        if not self._gaps:
+        inside = [i for i, now in enumerate(self._gaps_s) if start_s <= now <= end_s]
+        if not inside:
             return np.zeros(0), np.zeros(0, dtype=np.int64)
-        return np.concatenate(self._gaps), np.concatenate(self._gap_tokens)
+        return np.concatenate([self._gaps[i] for i in inside]), np.concatenate([self._gap_tokens[i] for i in inside])
 
 
 @dataclass(slots=True)

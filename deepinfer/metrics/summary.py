@@ -86,7 +86,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     )
     delivered = _within(np.asarray(record.delivery_s), start, end)
     output = float(np.asarray(record.delivery_tokens)[delivered].sum())
-    gaps, kept = record.gaps()
+    gaps, kept = record.gaps(start, end)
     tpot_figures = _percentiles(tpot[done & (later_tokens > 0)])
     gpu_seconds = seconds * record.num_gpus
     return Summary(
