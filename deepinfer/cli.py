@@ -78,7 +78,7 @@ def _with_trace(plan: Plan, path: str) -> Plan:
 
 def _write_timeline(plan: Plan, summary: Summary, path: Path) -> None:
     from deepinfer.engine.deployment import resolve
-    from deepinfer.layout.plan import write_file
+    from deepinfer.files import write_file
     from deepinfer.metrics.timeline import to_chrome_trace
     from deepinfer.registry import load_backend
 

@@ -148,7 +148,7 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
 
 def _check_writable(folder: Path) -> None:
     """Find out before the work, not after it, that the folder cannot be written."""
-    from deepinfer.layout.plan import write_file
+    from deepinfer.files import write_file
 
     probe = folder / ".planner-probe"
     existed = folder.exists()

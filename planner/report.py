@@ -10,8 +10,9 @@ from rich.table import Table
 from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.files import write_file
 from deepinfer.graph.shape import Sequences, StepShape
-from deepinfer.layout.plan import Plan, write_file
+from deepinfer.layout.plan import Plan
 from deepinfer.metrics.text import summary_lines
 from deepinfer.units import format_bytes, format_seconds
 from deepinfer.workload.spec import describe_workload

@@ -21,7 +21,13 @@ from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.host import HostProfile
 from deepinfer.hardware.spec import ClusterSpec
-from deepinfer.layout.memory import STATE_SLOTS_RATIO, state_bytes_per_request, weight_items, workspace_bytes
+from deepinfer.layout.memory import (
+    STATE_SLOTS_RATIO,
+    kv_bytes_per_token,
+    state_bytes_per_request,
+    weight_items,
+    workspace_bytes,
+)
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.scheduler.speculation import Acceptance
@@ -165,7 +171,8 @@ class Screen:
         left = usable - weights - work - slots
         tokens = self.load.isl + self.load.osl + nextn + 1
         blocks = np.ceil(tokens / settings.block_tokens) * seqs
-        fits: npt.NDArray[np.bool_] = left >= blocks * model.kv_bytes_per_token * settings.block_tokens
+        per_token = np.asarray([kv_bytes_per_token(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
         too_heavy = np.asarray(weights + work > usable)
         self.refusals.add("weights and workspace exceed the GPU's memory", f"{layout}", int(too_heavy.sum()))
         self.refusals.add("the KV of all requests does not fit", f"{layout}", int((~fits & ~too_heavy).sum()))

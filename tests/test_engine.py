@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deepinfer.engine.core import Agree, Arrivals, Arrived, Collect, Deliver, Submit, Wish, run_engine
+from deepinfer.engine.core import Agree, Answer, Arrivals, Arrived, Collect, Deliver, Submit, Wish, run_engine
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
 from deepinfer.scheduler.step import StepResult
@@ -31,7 +31,7 @@ class Driver:
 
     def run(self) -> None:
         """Until the core ends by itself."""
-        answer = None
+        answer: Answer = None
         while True:
             try:
                 wish = self.core.send(answer)
@@ -41,7 +41,7 @@ class Driver:
             self.wishes.append(wish)
             answer = self._answer(wish)
 
-    def _answer(self, wish: Wish) -> object:
+    def _answer(self, wish: Wish) -> Answer:
         match wish:
             case Arrivals():
                 return self.arrivals.pop(0)

@@ -14,10 +14,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deepinfer.errors import InfeasibleError, UsageError
+from deepinfer.files import write_file
 from deepinfer.hardware.spec import Accelerator, load_hardware
 from deepinfer.layout.memory import memory_budget, state_bytes_per_request, weight_items
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.plan import LayoutSpec, Plan, Pool, Slo, load_plan, write_file
+from deepinfer.layout.plan import LayoutSpec, Plan, Pool, Slo, load_plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Percentiles, Summary
 from deepinfer.model.hf import load_model
@@ -234,9 +235,9 @@ def test_a_plan_survives_its_file(prediction: Summary | None, tmp_path: Path) ->
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
-        ("[1]", "version None; this deepinfer reads version 1"),
-        ("null", "version None"),
+        (b"\xff\xfe", "not UTF-8"),
+        ("[1]", "holds no JSON object"),
+        ("null", "holds no JSON object"),
         (edited(version=2), "version 2; this deepinfer reads version 1"),
         (edited(version="1"), "version '1'"),
         (edited(version=None), "version None"),

@@ -218,7 +218,7 @@ def spoken(plan: StepPlan) -> tuple[Any, ...]:
     """A plan as plain tuples: chunks, (request, context) pairs, new blocks."""
     decodes = tuple(zip(plan.decode.request_ids.tolist(), plan.decode.contexts.tolist(), strict=True))
     return (
-        tuple(tuple(chunk)[:3] + (chunk.is_last,) for chunk in plan.prefill),
+        tuple((*chunk[:3], chunk.is_last) for chunk in plan.prefill),
         decodes,
         tuple((t.request_id, t.first, t.blocks) for t in plan.new_blocks),
     )
@@ -281,6 +281,13 @@ def test_two_requests_by_hand_with_a_draft_asynchronous() -> None:
     assert heard(scheduler.commit(wasted, StepResult(np.array([1])))) == NOTHING
     scheduler.check_integrity()
     assert scheduler.pool.num_free == config.num_blocks
+
+
+@pytest.mark.parametrize("nextn", [0, 2])
+def test_a_request_for_one_token_never_decodes(nextn: int) -> None:
+    """Its token comes with the prompt, which the host knows while the prompt is still in flight."""
+    story = serve(replace(BY_HAND, nextn=nextn, max_tokens_per_step=16), [Request(0, 5, 1)], 1, lambda i, drafts: 1)
+    assert len(story.plans) == 1
 
 
 def test_a_stop_ends_a_request_early() -> None:
@@ -400,7 +407,7 @@ def test_same_inputs_give_the_same_plans(scenario: Scenario) -> None:
 @thorough
 @given(scenarios())
 def test_a_request_alone_is_never_preempted(scenario: Scenario) -> None:
-    """What `fits` has the pool to itself; a step in flight that may keep less than assumed is no reason to start over."""
+    """What `fits` has the pool to itself: a step in flight that may keep less than assumed is no reason to restart."""
     config = scenario.config
     request = replace(scenario.requests[0], max_new_tokens=12)
     blocks = -(-(request.prompt_tokens + 12 + config.nextn + 1) // config.block_tokens)
@@ -428,6 +435,7 @@ def test_bounded_replay_after_a_hit(window: int, keep_tokens: int | None, shared
     """A prompt of 21 tokens shares so many blocks of 4 with an earlier one: rows restart before the hit's end."""
     config = replace(BY_HAND, max_tokens_per_step=64, window=window, keep_tokens=keep_tokens)
     scheduler = Scheduler(config)
+    plan: StepPlan | None = None
     for request in (
         Request(0, 21, 1, tuple(range(5))),
         Request(1, 21, 1, (*range(shared_blocks), *range(50, 55 - shared_blocks))),
@@ -440,6 +448,7 @@ def test_bounded_replay_after_a_hit(window: int, keep_tokens: int | None, shared
     start = hit if window == 0 else min(hit - window, 21 - (keep_tokens or 0))
     if start <= 0:
         start = hit = 0
+    assert plan is not None
     (chunk,) = plan.prefill
     assert (chunk.start, chunk.rows) == (start, 21 - start)
     fresh = plan.new_blocks[-1]
@@ -448,14 +457,27 @@ def test_bounded_replay_after_a_hit(window: int, keep_tokens: int | None, shared
     assert scheduler.num_hit_tokens == hit
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_only_whole_blocks_of_landed_steps_are_shared(depth: int) -> None:
+    """Request 0's chunks end at 6 and 9. Request 1 comes when the first has landed: it may reuse one block of 4.
+
+    With a step in flight the second chunk, which completes the second block, has not landed by then.
+    """
+    requests = [Request(i, 9, 1, (1, 2)) for i in range(2)]
+    config = replace(BY_HAND, max_tokens_per_step=6)
+    story = serve(config, requests, depth, lambda i, drafts: 1, arrive_at={0: 0, 1: 1 + depth})
+    assert next(c.start for plan in story.plans for c in plan.prefill if c.request_id == 1) == 4
+
+
 def test_a_whole_prompt_in_the_cache_still_computes_its_last_token() -> None:
-    scheduler = Scheduler(replace(BY_HAND, max_tokens_per_step=64))
-    for i in range(2):
-        scheduler.add(Request(i, 8, 1, (1, 2)))
-        plan = scheduler.schedule()
-        assert plan is not None
-        scheduler.commit(plan, StepResult(np.zeros(0, dtype=np.int64)))
-    assert [c.start for c in plan.prefill] == [4]
+    story = serve(
+        replace(BY_HAND, max_tokens_per_step=64),
+        [Request(i, 8, 1, (1, 2)) for i in range(2)],
+        0,
+        lambda i, drafts: 1,
+        arrive_at={0: 0, 1: 5},
+    )
+    assert [c.start for plan in story.plans for c in plan.prefill] == [0, 4]
 
 
 def test_a_budget_without_room_for_prompts_is_refused() -> None:

@@ -16,13 +16,12 @@ from backends.sim.steptime import StepTimer
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
-from deepinfer.engine.shape import replica_load, step_shape
 from deepinfer.engine.simulate import simulate_plan
+from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.host import HostProfile
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.record import RunRecord
-from deepinfer.metrics.summary import summarize
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.scheduler.step import DecodeBatch, PrefillChunk, StepPlan
 from deepinfer.workload.generate import RequestSpec, generate_requests
@@ -71,12 +70,12 @@ def make_plan(
     )  # fmt: skip
 
 
-def deploy(plan: Plan, num_blocks: int | None = None, **host_s: float) -> Deployment:
+def deploy(plan: Plan, num_blocks: int | None = None, host_s: dict[str, float] | None = None) -> Deployment:
     """The plan's only deployment, with another pool size or other host times if given."""
     (deployment,) = resolve(plan)
     if num_blocks is not None:
         deployment = replace(deployment, budget=replace(deployment.budget, num_blocks=num_blocks))
-    times = {name: getattr(deployment.host, name).model_copy(update={"value": s}) for name, s in host_s.items()}
+    times = {name: getattr(deployment.host, name).model_copy(update={"value": s}) for name, s in (host_s or {}).items()}
     return replace(deployment, host=deployment.host.model_copy(update=times))
 
 
@@ -89,7 +88,7 @@ def assert_conserved(record: RunRecord, requests: list[RequestSpec]) -> None:
     """Every request was served in full, in the order of time, and every token was delivered once."""
     assert record.output_tokens.tolist() == [r.output_tokens for r in requests]
     assert sum(record.delivery_tokens) == sum(r.output_tokens for r in requests)
-    assert record.arrival_s.tolist() == [r.arrival_s for r in requests]
+    assert record.arrival_s == pytest.approx([r.arrival_s for r in requests], rel=1e-12)
     assert (record.first_token_s > record.arrival_s).all()
     assert (record.first_token_s <= record.last_token_s).all()
     assert (record.last_token_s == record.finish_s).all()
@@ -115,7 +114,7 @@ def test_every_request_gets_its_tokens(
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_tiny_pool_preempts_and_still_serves_everyone(asynchronous: bool) -> None:
-    """Four requests grow from 4 to 7 blocks in a pool of 20: it is full before any of them ends."""
+    """Requests grow from 4 to 7 blocks each: five of them fill the pool of 20 before any of them ends."""
     plan = make_plan(
         layout=NARROW, nextn=2, isl=FixedLength(tokens=450), osl=FixedLength(tokens=400), num_requests=12,
         arrivals=PoissonArrivals(rate=1000), async_scheduling=asynchronous,
@@ -180,7 +179,7 @@ def one_request(asynchronous: bool) -> tuple[RunRecord, float, list[float], list
         V3, NARROW, isl=FixedLength(tokens=5000), osl=FixedLength(tokens=4), num_requests=1,
         arrivals=PoissonArrivals(rate=1), async_scheduling=asynchronous,
     )  # fmt: skip
-    deployment = deploy(plan, **HOST_S)
+    deployment = deploy(plan, host_s=HOST_S)
     record, (request,) = run(plan, deployment)
     timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
     chunks = ((0, 2048, 2048, False), (2048, 2048, 2048, False), (4096, 904, 904, True))
@@ -229,7 +228,7 @@ def test_the_period_of_steady_decode(asynchronous: bool, schedule_s: float) -> N
         V3, NARROW, isl=FixedLength(tokens=300), osl=FixedLength(tokens=60), num_requests=7,
         arrivals=ClosedLoop(concurrency=6), async_scheduling=asynchronous,
     )  # fmt: skip
-    deployment = deploy(plan, schedule_s=schedule_s)
+    deployment = deploy(plan, host_s={"schedule_s": schedule_s})
     host = deployment.host
     steps = run(plan, deployment)[0].steps
     steady = slice(10, 50)
@@ -300,7 +299,7 @@ def test_hits_of_a_trace_counted_by_hand(machine: tuple[str, str], replay: str, 
     seen: set[tuple[int, ...]] = set()
     hits = 0
     for tokens, ids in prompts:
-        blocks = [tuple(ids[: b // 4 + 1]) + (b % 4,) for b in range(tokens // 128)]  # named by all before them
+        blocks = [(*ids[: b // 4 + 1], b % 4) for b in range(tokens // 128)]  # named by all before them
         found = 0
         while found < (tokens - 1) // 128 and blocks[found] in seen:
             found += 1
@@ -318,13 +317,13 @@ def test_hits_of_a_trace_counted_by_hand(machine: tuple[str, str], replay: str, 
 # Step times
 
 
-def random_plans(rng: random.Random, replicas: int, deepest: int, drafts: int) -> list[StepPlan | None]:
-    """Any mixture of decoding requests and prompt chunks, up to `deepest` tokens into their prompts."""
+def random_plans(rng: random.Random, replicas: int, most_chunks: int, drafts: int) -> list[StepPlan | None]:
+    """Any mixture of decoding requests and prompt chunks, up to 4,000 tokens into their prompts."""
     plans: list[StepPlan | None] = []
     for _ in range(replicas):
         chunks = [
-            (rng.randint(0, deepest), rows, rows, True)
-            for rows in (rng.randint(1, 2000) for _ in range(rng.randint(0, 2)))
+            (rng.randint(0, 4000), rows, rows, True)
+            for rows in (rng.randint(1, 2000) for _ in range(rng.randint(0, most_chunks)))
         ]
         contexts = [rng.randint(1, 20_000) for _ in range(rng.randint(0, 16))]
         decode = decode_plan(contexts, drafts)
@@ -334,34 +333,47 @@ def random_plans(rng: random.Random, replicas: int, deepest: int, drafts: int) -
 
 
 def slowest_by_force(deployment: Deployment, plans: list[StepPlan | None]) -> float:
-    """Every replica evaluated at its exact shape."""
+    """Every replica evaluated at its exact shape, chunk by chunk; what only decodes is padded to the graph's rows."""
     costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
-    loads = [replica_load(plan) for plan in plans if plan is not None]
-    rows = sum(load.num_rows for load in loads) / len(plans)
-    kept = sum(load.num_kept_rows for load in loads) / len(plans)
-    shapes = [step_shape(load, rows, kept, deployment.settings.graph_rows) for load in loads]
-    return max(float(step_cost(graph, shape, costs).seconds) for shape in shapes)
+    busy = [plan for plan in plans if plan is not None]
+    rows = sum(plan.num_rows for plan in busy) / len(plans)
+    kept = sum(plan.decode.num_rows + sum(c.kept_rows for c in plan.prefill) for plan in busy) / len(plans)
+    slowest = 0.0
+    for plan in busy:
+        count, width = len(plan.decode), plan.decode.drafts + 1
+        padded = count if plan.prefill else -(-count * width // deployment.settings.graph_rows) * 8 / width
+        context = float(plan.decode.contexts.mean()) if count else 0.0
+        decode = Sequences.decoding(float(padded), float(width - 1), context) if count else None
+        prefill = tuple(Sequences(1.0, float(c.rows), float(c.start), float(c.kept_rows), 1.0) for c in plan.prefill)
+        seconds = step_cost(graph, StepShape(decode, prefill, rows, kept), costs).seconds
+        slowest = max(slowest, float(seconds))
+    return slowest
 
 
 @pytest.mark.parametrize(("machine", "drafts"), [(FLASH, 3), (V3, 1)], ids=["flash", "v3"])
-@pytest.mark.parametrize("replicas", [1, 8])
-def test_the_slowest_replica_sets_the_pace(machine: tuple[str, str], drafts: int, replicas: int) -> None:
-    """One replica: exact but for the rounding of its shape (2.2% of a length, twice that of a product of two).
+@pytest.mark.parametrize(
+    ("replicas", "most_chunks", "low", "high"), [(1, 1, 0.955, 1.045), (8, 1, 0.94, 1.045), (8, 2, 0.88, 1.15)]
+)
+def test_the_slowest_replica_sets_the_pace(
+    machine: tuple[str, str], drafts: int, replicas: int, most_chunks: int, low: float, high: float
+) -> None:
+    """One replica: exact but for the rounding of its shape, 2.2% of a length and twice that of a product of two.
 
-    Several: the timer looks at three candidates for the slowest one, and may miss it by 6% more.
+    Several: the timer looks at three candidates for the slowest one and may miss it by a little. With more chunks than
+    one in a replica it evaluates a mean chunk for them. Neither may move the mean over many steps by more than 2%.
     """
     layout = WIDE if replicas == 8 else NARROW
     deployment = deploy(make_plan(machine, layout, nextn=drafts))
     timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
     rng = random.Random(1)
     ratios = []
-    for _ in range(40):
-        plans = random_plans(rng, replicas, 4000, drafts)
+    for _ in range(30):
+        plans = random_plans(rng, replicas, most_chunks, drafts)
         if any(plans):
             ratios.append(timer.seconds(plans) / slowest_by_force(deployment, plans))
-    assert max(ratios) <= 1.045
-    assert min(ratios) >= (0.955 if replicas == 1 else 0.92)
-    assert np.mean(ratios) == pytest.approx(1.0, abs=0.01)
+    assert low <= min(ratios)
+    assert max(ratios) <= high
+    assert np.mean(ratios) == pytest.approx(1.0, abs=0.02)
 
 
 def test_few_rows_deep_in_a_long_prompt_can_be_the_slowest() -> None:

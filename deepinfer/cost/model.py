@@ -11,7 +11,6 @@ the scale-up domain.
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from deepinfer.errors import NoDataError, UsageError
+from deepinfer.errors import NoDataError, UsageError, unknown_name
+from deepinfer.files import first_fault, read_toml
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
 from deepinfer.hardware.spec import Accelerator, Precision
 from deepinfer.numeric import Num, larger, smaller, where_positive
@@ -82,14 +82,13 @@ class CostProfile(BaseModel):
 
 def load_profile(family: str) -> CostProfile:
     """The shipped profile of an accelerator family. Raises UsageError for an unknown family."""
-    path = _PROFILES / f"{family}.toml"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in _PROFILES.glob("*.toml")))
-        raise UsageError(f"no cost profile for hardware family {family!r}: known families are {known}")
+    families = sorted(path.stem for path in _PROFILES.glob("*.toml"))
+    if family not in families:
+        raise unknown_name("cost profile of hardware family", family, families)
     try:
-        return CostProfile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
-        raise UsageError(f"cost profile {path}: {error}") from None
+        return CostProfile.model_validate(read_toml(_PROFILES / f"{family}.toml", "cost profile"))
+    except ValidationError as error:
+        raise UsageError(f"cost profile {family}: {first_fault(error)}") from None
 
 
 class _Rates(NamedTuple):

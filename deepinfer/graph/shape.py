@@ -103,7 +103,7 @@ def visible_entries(context: Num, rows: Num, ratio: float = 1.0, cap: float | No
     """Cache entries seen by `rows` consecutive positions after `context`, summed over the rows.
 
     Position t (from 0) sees t + 1 tokens, hence (t + 1) / ratio entries and at most `cap`. The floor that integer
-    entries would need is left out: it is below half an entry a row.
+    entries would need is left out: on average it is (ratio - 1) / (2 ratio) of an entry a row.
     """
     return _entries_up_to(context + rows, ratio, cap) - _entries_up_to(context, ratio, cap)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
 from deepinfer.errors import unknown_name
+from deepinfer.files import read_toml
 from deepinfer.hardware.spec import Quantity
 
 _PROFILES = Path(__file__).parent / "hosts"
@@ -41,7 +41,7 @@ class HostProfile(BaseModel):
 
 def load_host(name: str = "deepinfer") -> HostProfile:
     """A shipped host profile. Raises UsageError for an unknown name."""
-    path = _PROFILES / f"{name}.toml"
-    if not path.is_file():
-        raise unknown_name("host profile", name, (p.stem for p in _PROFILES.glob("*.toml")))
-    return HostProfile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    names = sorted(path.stem for path in _PROFILES.glob("*.toml"))
+    if name not in names:
+        raise unknown_name("host profile", name, names)
+    return HostProfile.model_validate(read_toml(_PROFILES / f"{name}.toml", "host profile"))

@@ -5,14 +5,14 @@ A user's own file is read exactly as the shipped ones are (`deepinfer/hardware/c
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deepinfer.errors import NoDataError, UsageError, unknown_name
+from deepinfer.files import file_exists, first_fault, read_toml
 
 _CATALOG = Path(__file__).parent / "catalog"
 
@@ -62,6 +62,13 @@ class Accelerator(BaseModel):
     price_usd_per_hour: Quantity | None = None
     kv_format: dict[str, str] = Field(default_factory=dict)
 
+    @model_validator(mode="after")
+    def _whole_counts(self) -> Accelerator:
+        for name in ("num_sms", "scale_up_domain", "gpus_per_host"):
+            if getattr(self, name).value % 1:
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name).value:g}")
+        return self
+
     def peak_flops_per_s(self, precision: Precision) -> float:
         """Dense peak at a precision; FP4 products run at the FP8 rate on parts without FP4 tensor cores.
 
@@ -103,15 +110,9 @@ def load_hardware(name_or_path: str) -> Accelerator:
     path = Path(name_or_path)
     if name_or_path.lower() in hardware_names():
         path = _CATALOG / f"{name_or_path.lower()}.toml"
-    elif not path.exists():
+    elif not file_exists(name_or_path):
         raise unknown_name("hardware", name_or_path, hardware_names())
     try:
-        return Accelerator.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UsageError(f"cannot read hardware file {path}: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"hardware file {path} is not valid TOML: {error}") from None
+        return Accelerator.model_validate(read_toml(path, "hardware file"))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"hardware file {path}: {where}: {first['msg'].lower()}") from None
+        raise UsageError(f"hardware file {path}: {first_fault(error)}") from None

@@ -60,7 +60,7 @@ def memory_budget(
         ("workspace", float(workspace_bytes(model, layout, settings.max_tokens_per_step, logit_rows))),
         ("request state", num_slots * state_bytes_per_request(model, settings.nextn)),
     )
-    block_bytes = model.kv_bytes_per_token * settings.block_tokens
+    block_bytes = kv_bytes_per_token(model, settings.nextn) * settings.block_tokens
     left = usable - sum(size for _, size in items)
     num_blocks = int(left // block_bytes)
     if num_blocks < settings.max_num_seqs:
@@ -71,6 +71,11 @@ def memory_budget(
             f"{format_bytes(usable)}"
         )
     return MemoryBudget(usable, items, block_bytes, num_blocks, num_slots)
+
+
+def kv_bytes_per_token(model: ModelSpec, nextn: int) -> float:
+    """Global KV of one token, bytes; with drafts also the draft module's."""
+    return model.kv_bytes_per_token + (model.draft_kv_bytes_per_token if nextn else 0.0)
 
 
 @lru_cache(maxsize=256)

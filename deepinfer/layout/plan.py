@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepinfer.errors import UsageError
+from deepinfer.files import first_fault, read_json
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
@@ -22,7 +21,7 @@ PLAN_VERSION = 1
 Objective = Literal["throughput", "cost", "energy", "gpus"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class LayoutSpec(BaseModel):
@@ -95,37 +94,10 @@ class Plan(BaseModel):
 
 def load_plan(path: str) -> Plan:
     """Read a plan file. Raises UsageError when it cannot be read, is of another version, or not a plan."""
-    try:
-        raw: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read plan {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"plan {path} is not valid JSON: {error}") from None
-    version = raw.get("version") if isinstance(raw, dict) else None
-    if version != PLAN_VERSION:
-        raise UsageError(f"plan {path} has version {version!r}; this deepinfer reads version {PLAN_VERSION}")
+    raw = read_json(Path(path), "plan")
+    if raw.get("version") != PLAN_VERSION:
+        raise UsageError(f"plan {path} has version {raw.get('version')!r}; this deepinfer reads version {PLAN_VERSION}")
     try:
         return Plan.model_validate_json(json.dumps(raw))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"plan {path}: {where}: {first['msg'].lower()}") from None
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all. Raises UsageError when the folder cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException as error:  # an interrupt leaves no temporary file either
-        Path(temporary).unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+        raise UsageError(f"plan {path}: {first_fault(error)}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from deepinfer.errors import UsageError, unknown_name
+from deepinfer.files import file_exists, first_fault, read_json
 from deepinfer.model.spec import (
     BF16,
     FP8_BLOCK_32,
@@ -130,12 +130,12 @@ def load_model(name_or_path: str) -> ModelSpec:
     key = name_or_path.lower().removeprefix("deepseek-ai/")
     if key in card_names():
         path, name = _CARDS / f"{key}.json", key
-    elif path.exists():
+    elif file_exists(name_or_path):
         path = path / "config.json" if path.is_dir() else path
         name = path.parent.name if path.name == "config.json" else path.stem
     else:
         raise unknown_name("model", name_or_path, card_names())
-    return parse_config(_read_json(path), name)
+    return parse_config(read_json(path, "model config"), name)
 
 
 def parse_config(config: dict[str, Any], name: str) -> ModelSpec:
@@ -151,21 +151,7 @@ def parse_config(config: dict[str, Any], name: str) -> ModelSpec:
     try:
         return parser(config, name)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"model {name}: config.json field {where}: {first['msg'].lower()}") from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read model config {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UsageError(f"model config {path} is not valid JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise UsageError(f"model config {path} holds no JSON object")
-    return config
+        raise UsageError(f"model {name}: config.json field {first_fault(error)}") from None
 
 
 def _formats(quantization: _Quantization | None) -> tuple[WeightFormat, WeightFormat]:

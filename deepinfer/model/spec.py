@@ -188,6 +188,12 @@ class ModelSpec:
                 total += (self.kv.main_bytes + self.kv.index_bytes) / attention.ratio
         return total
 
+    @property
+    def draft_kv_bytes_per_token(self) -> float:
+        """Global KV that the draft module keeps of one token, bytes: MTP blocks attend to the whole context."""
+        layers = self.draft.layers if self.draft else ()
+        return float(sum(self.kv.main_bytes for x in layers if isinstance(x.attention, LatentAttention)))
+
     def window_bytes_per_request(self, num_slots: int | None = None, with_draft: bool = False) -> int:
         """Window rings of one request, bytes; `num_slots` per ring (default: the window itself)."""
         num_rings = sum(1 for _ in self._compressed())
