@@ -82,13 +82,13 @@ def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, progress:
 
 
 def _merit(problem: Problem, finalist: Finalist) -> tuple[float, ...]:
-    """Sort key, best first: within the limits, by objective (to 0.1%), then by what a user sees."""
+    """Sort key, best first: within the limits, by objective (to three digits), then by the time a request takes."""
     if finalist.failure:
         return (2.0,)
     summary = finalist.summary
     # Cost per token on one kind of accelerator falls exactly as output per GPU rises.
     output = float(f"{summary.output_tokens_per_s_per_gpu:.3g}")
-    return (0.0 if problem.slo.met_by(summary) else 1.0, -output, summary.tpot_s.p50, finalist.point)
+    return (0.0 if problem.slo.met_by(summary) else 1.0, -output, summary.e2e_s.mean, finalist.point)
 
 
 def _nothing_fits(problem: Problem, screening: Screening) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from deepinfer.errors import UsageError
 from deepinfer.scheduler.request import Request
@@ -522,6 +523,12 @@ def test_draws_have_mean_tau(acceptance: Acceptance, nextn: int) -> None:
     variance = sum(p * (1 + n - mean) ** 2 for n, p in outcomes(acceptance, nextn))
     assert acceptance.tau(nextn) == pytest.approx(mean, rel=1e-12)
     assert abs(kept.mean() - mean) <= 4 * math.sqrt(variance / len(kept))
+
+
+def test_the_linear_convention_has_one_rate() -> None:
+    """With several, no distribution of accepted prefixes has them: the second draft cannot outlive the first."""
+    with pytest.raises(ValidationError, match="one rate for all drafts, got 2"):
+        Acceptance(convention="linear", rates=(0.5, 0.9), source="test")
 
 
 def test_draws_do_not_depend_on_the_batch() -> None:

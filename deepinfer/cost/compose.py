@@ -44,9 +44,10 @@ def step_cost(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> Step
     Exact for streams that execute in issue order; `backends.sim` reproduces it event by event.
     """
     seconds, source = operator_seconds(graph, shape, costs)
+    ends = finish_times(graph, seconds)
     makespan: Num = 0.0
-    for end in finish_times(graph, seconds):
-        makespan = larger(makespan, end)
+    for position in graph.last_steps:
+        makespan = larger(makespan, ends[position])
     return StepCost(makespan, source)
 
 

@@ -45,13 +45,19 @@ class ExecutionGraph:
 
     @cached_property
     def operators(self) -> tuple[Operator, ...]:
-        """Every operator once: those of blocks that appear many times have one cost for all of them."""
-        return tuple(op for block in dict.fromkeys(self.blocks) for op in block.operators)
+        """Every operator once: one that appears in many blocks, or in one that repeats, has one cost for all."""
+        return tuple(dict.fromkeys(op for block in dict.fromkeys(self.blocks) for op in block.operators))
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The unrolled graph in issue order, dependencies resolved."""
         return tuple(self._unroll())
+
+    @cached_property
+    def last_steps(self) -> tuple[int, ...]:
+        """Positions of the last step on each stream: the step is over when they are."""
+        streams = [operator.stream for block in self.blocks for operator in block.operators]
+        return tuple({stream: position for position, stream in enumerate(streams)}.values())
 
     def _unroll(self) -> Iterator[Step]:
         index = {operator: i for i, operator in enumerate(self.operators)}

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from deepinfer.scheduler.step import Ints
 
@@ -21,7 +21,8 @@ class Acceptance(BaseModel):
     """How likely drafts are accepted, where the numbers come from, and by which convention they are meant.
 
     `conditional`: rates[i] is the chance that draft i is accepted when all before it were; the last rate holds for
-    all later ones, and tau = 1 + sum of products. `linear`: DeepInfer's README convention, tau = 1 + nextn x rate.
+    all later ones, and tau = 1 + sum of products. `linear`: DeepInfer's README convention, tau = 1 + nextn x rate, with
+    one rate.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -29,6 +30,12 @@ class Acceptance(BaseModel):
     convention: Literal["conditional", "linear"] = "conditional"
     rates: Annotated[tuple[Probability, ...], Field(min_length=1)]
     source: str
+
+    @model_validator(mode="after")
+    def _one_rate_if_linear(self) -> Acceptance:
+        if self.convention == "linear" and len(self.rates) > 1:
+            raise ValueError(f"the linear convention has one rate for all drafts, got {len(self.rates)}")
+        return self
 
     def survival(self, nextn: int) -> list[float]:
         """Chance that the first k drafts are all accepted, for k = 1..nextn."""
