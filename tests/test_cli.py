@@ -106,10 +106,9 @@ def mooncake(path: Path, count: int = 60) -> Path:
 
 def test_a_trace_is_searched_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = str(mooncake(tmp_path / "trace.jsonl"))
-    status, out, err = run(
-        "planner", "search", "--gpus", "4", "--trace", trace, "--rate", "5", "--jobs", "1", "--out", str(tmp_path / "out"),
-        capsys=capsys,
-    )  # fmt: skip
+    out_folder = str(tmp_path / "out")
+    arguments = ("--gpus", "4", "--trace", trace, "--rate", "5", "--jobs", "1", "--out", out_folder)
+    status, out, err = run("planner", "search", *arguments, capsys=capsys)
     assert status == 0, err
     plan = json.loads((tmp_path / "out" / "plan.json").read_text(encoding="utf-8"))
     assert plan["prediction"]["prefix_hit_ratio"] > 0.2  # one block of three is everyone's

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from deepinfer.engine.core import Agree, Answer, Arrivals, Arrived, Collect, Deliver, Submit, Wish, run_engine
+from deepinfer.engine.core import Activity, Agree, Answer, Arrivals, Arrived, Collect, Deliver, Submit, Wish, run_engine
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
 from deepinfer.scheduler.step import StepResult
@@ -19,13 +19,13 @@ NOBODY = Arrived((), closed=False)
 class Driver:
     """Answers `Arrivals` from a list, submits by counting, and lets every decode row yield one token.
 
-    `peers` says for each `Agree`, in order, whether another process has a step; after the list, none has.
+    `peers` are what the other processes say at each `Agree`, in order; after the list they are drained.
     """
 
     def __init__(self, schedulers: Sequence[Scheduler], asynchronous: bool, arrivals: list[Arrived]) -> None:
         self.core = run_engine(schedulers, asynchronous)
         self.arrivals = arrivals
-        self.peers: list[bool] = []
+        self.peers: list[Activity] = []
         self.wishes: list[Wish] = []
         self.submitted: list[Submit] = []
 
@@ -45,8 +45,8 @@ class Driver:
         match wish:
             case Arrivals():
                 return self.arrivals.pop(0)
-            case Agree(has_step):
-                return (self.peers.pop(0) if self.peers else False) or has_step
+            case Agree(activity):
+                return max(activity, self.peers.pop(0) if self.peers else Activity.DRAINED)
             case Submit():
                 self.submitted.append(wish)
                 return len(self.submitted) - 1
@@ -109,9 +109,9 @@ def test_every_step_is_agreed_before_and_delivered_after(asynchronous: bool) -> 
 def test_a_peer_with_a_step_takes_us_along(asynchronous: bool) -> None:
     """We have nothing to run, but experts are shared: an empty step is submitted, collected and delivered."""
     engine = driver(asynchronous, NOBODY, arrived(Request(0, 4, 1)), arrived(closed=True))
-    engine.peers = [True]
+    engine.peers = [Activity.STEPPING]
     engine.run()
-    assert engine.wishes[:3] == [Arrivals(block=True), Agree(False), Submit((None,))]
+    assert engine.wishes[:3] == [Arrivals(block=True), Agree(Activity.WAITING), Submit((None,))]
     assert [wish.plans[0] is None for wish in engine.submitted] == [True, False]
     deliveries = [wish for wish in engine.wishes if isinstance(wish, Deliver)]
     assert deliveries[0] == Deliver((None,))
@@ -143,10 +143,11 @@ def test_it_waits_only_when_idle(asynchronous: bool) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_it_ends_exactly_when_closed_and_drained(asynchronous: bool) -> None:
-    """Nothing is asked for after the last delivery, and no arrivals after the word that none will come."""
+    """After the last delivery it only agrees to end, and asks for no arrivals after the word that none will come."""
     engine = driver(asynchronous, arrived(Request(0, 8, 2)), arrived(Request(1, 8, 3), closed=True))
     engine.run()
-    assert isinstance(engine.wishes[-1], Deliver)
+    assert isinstance(engine.wishes[-2], Deliver)
+    assert engine.wishes[-1] == Agree(Activity.DRAINED)
     assert sum(isinstance(wish, Arrivals) for wish in engine.wishes) == 2
     finished = [
         i for wish in engine.wishes if isinstance(wish, Deliver) for o in wish.outputs if o is not None
@@ -158,4 +159,14 @@ def test_it_ends_exactly_when_closed_and_drained(asynchronous: bool) -> None:
 def test_closed_before_anything_came_ends_at_once_after_one_agreement() -> None:
     engine = driver(True, arrived(closed=True))
     engine.run()
-    assert engine.wishes == [Arrivals(block=True), Agree(False)]
+    assert engine.wishes == [Arrivals(block=True), Agree(Activity.DRAINED)]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_drained_process_stays_until_its_peers_are_drained(asynchronous: bool) -> None:
+    """Experts are shared: whoever still steps needs everybody."""
+    engine = driver(asynchronous, arrived(closed=True))
+    engine.peers = [Activity.STEPPING, Activity.WAITING, Activity.STEPPING]
+    engine.run()
+    assert len(engine.submitted) == 2
+    assert engine.device_wishes() == "S0 C0 S1 C1"

@@ -43,6 +43,7 @@ class Step:
     contexts: tuple[int, ...]
     drafts: int
     prompt_rows: int
+    kept: int
 
 
 class Diary:
@@ -67,7 +68,7 @@ class Diary:
             unfinished = [i for i in wanted if self.arrival[i] < now - seconds and len(self.tokens[i]) < wanted[i]]
             ids = sorted(rng.sample(unfinished, min(len(unfinished), rng.randint(0, 6))))
             contexts = tuple(rng.randint(1, 999) for i in ids if self.tokens[i])
-            step = Step(now, seconds, contexts, 3, rng.randint(0, 50))
+            step = Step(now, seconds, contexts, 3, rng.randint(0, 50), sum(rng.randint(1, 4) for _ in contexts))
             self._deliver(now + 0.01, ids, [min(rng.randint(1, 4), wanted[i] - len(self.tokens[i])) for i in ids])
             for i in ids:
                 if len(self.tokens[i]) == wanted[i]:
@@ -75,7 +76,7 @@ class Diary:
             self.steps.append(step)
             decode = DecodeBatch(np.arange(len(contexts)), np.array(contexts, dtype=np.int64), step.drafts)
             plan = StepPlan(0, (PrefillChunk(0, 0, step.prompt_rows, step.prompt_rows, False),), decode)
-            self.record.steps.append(step.end_s, step.seconds, [plan])
+            self.record.steps.append(step.end_s, step.seconds, [plan], step.kept)
 
     def _deliver(self, now: float, ids: list[int], counts: list[int]) -> None:
         counts = [1 if not self.tokens[i] else n for i, n in zip(ids, counts, strict=True)]
@@ -146,9 +147,10 @@ def test_itl_of_every_token_in_the_window(diary: Diary) -> None:
     assert_alike(diary.summary().itl_s, nearest_rank(gaps))
 
 
-def test_tau_is_tokens_per_later_delivery_in_the_window(diary: Diary) -> None:
-    kept = [n for d in diary.deliveries.values() for now, n in d[1:] if START <= now <= END]
-    assert diary.summary().tau == pytest.approx(statistics.fmean(kept))
+def test_tau_is_tokens_kept_per_decode_step_and_request_in_the_window(diary: Diary) -> None:
+    inside = [step for step in diary.steps if START <= step.end_s <= END]
+    decodes = sum(len(step.contexts) for step in inside)
+    assert diary.summary().tau == pytest.approx(sum(step.kept for step in inside) / decodes)
 
 
 def test_end_to_end_and_goodput(diary: Diary) -> None:

@@ -189,7 +189,7 @@ def entries(family: str) -> list[Entry]:
         Entry("gemm.bf16", ROOFLINE, {"gemm.": bf16}, "bfloat16, n and k >= 512"),
         Entry("grouped_gemm.fp8", ROWS, MOE, experts, max_rows=60),
         Entry("attention_decode.bf16", ROOFLINE, {decode: attention_decode}, ">= 64 heads, >= 16K tokens"),
-        Entry("attention_prefill.bf16", ROWS, prefill, "BF16 cache, >= 32 heads, >= 64 tokens"),
+        Entry("attention_prefill.bf16", ROWS, prefill, "BF16 cache, >= 32 heads, >= 64 tokens, rows = keys of one"),
         Entry(
             "sparse_attention_decode.bf16", COMPUTE[:1], {sparse: sparse_attention_decode}, START, fixed, "published"
         ),

@@ -90,11 +90,15 @@ def attention_decode(t: Array, name: str) -> Rows:
 
 
 def attention_prefill(t: Array, name: str) -> Rows:
-    """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once."""
+    """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once.
+
+    `rows` counts the keys that a query row sees, on average: short lists are slow, also where few rows see many keys.
+    """
     t = t[(t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
     heads, n, step = 1.0 * t["num_heads"] * t["batch_size"], 1.0 * t["isl"], t["step"]
-    flops, read = 2 * heads * 320 * (n * (n + 1) / 2 + n * step), heads * 2 * (n * 192 + (n + step) * 320)
-    return Rows(name, t["latency"] * 1e-3, flops, read, n * heads * 256, n)
+    per_row = step + (n + 1) / 2
+    flops, read = 2 * heads * 320 * n * per_row, heads * 2 * (n * 192 + (n + step) * 320)
+    return Rows(name, t["latency"] * 1e-3, flops, read, n * heads * 256, per_row)
 
 
 def sparse_attention_decode(t: Array, name: str) -> Rows:

@@ -124,8 +124,8 @@ class StepGroup:
                 return None
             case Arrivals(block):
                 return (yield from self._arrivals(block))
-            case Agree(has_step):
-                return has_step  # all replicas of the group are in this process
+            case Agree(activity):
+                return activity  # all replicas of the group are in this process
 
     def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
         if block and not self._inbox and not self._closed:
@@ -154,9 +154,11 @@ class StepGroup:
         assert ticket is not None
         self._tickets[number] = None
         yield ticket.done
+        results = self._verifier.results(ticket.plans)
         plans = [plan for plan in ticket.plans if plan is not None]
-        self._record.steps.append(self._env.now, ticket.seconds, plans)
-        return self._verifier.results(ticket.plans)
+        kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
+        self._record.steps.append(self._env.now, ticket.seconds, plans, kept)
+        return results
 
     def _deliver(self, delivery: Deliver) -> Process:
         outputs = [output for output in delivery.outputs if output is not None]

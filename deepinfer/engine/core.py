@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
@@ -19,9 +20,20 @@ Plans = tuple[StepPlan | None, ...]
 """One plan per replica of the core; None for a replica that only takes part in the collectives."""
 
 
+class Activity(IntEnum):
+    """What a process of a step group has before it; the group does what its most active member needs."""
+
+    DRAINED = 0
+    WAITING = 1
+    STEPPING = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Wants new requests; answered by `Arrived`. With `block`, wait until there is one (or none will come)."""
+    """Wants new requests; answered by `Arrived`. With `block`, wait until there is one, or none will come.
+
+    A driver whose process has peers does not wait: they may need it for a step.
+    """
 
     block: bool
 
@@ -36,9 +48,9 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Agree:
-    """Wants to know whether any process of the group has a step to run; answered by a bool."""
+    """Wants the greatest `Activity` over the processes of the group; a process alone is answered its own."""
 
-    has_step: bool
+    activity: Activity
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +75,11 @@ class Deliver:
 
 
 Wish = Arrivals | Agree | Submit | Collect | Deliver
-Answer = Arrived | bool | int | tuple[StepResult | None, ...] | None
+Answer = Arrived | Activity | int | tuple[StepResult | None, ...] | None
 
 
 def run_engine(schedulers: Sequence[Scheduler], asynchronous: bool) -> Generator[Wish, Answer, None]:
-    """Run the replicas of one step group until no request is left and none will come.
+    """Run the replicas of one step group until no process of the group has a request left or will get one.
 
     Asynchronous: step N + 1 is decided and submitted before step N is collected. Synchronous: after. Requests must
     fit their scheduler (`Scheduler.fits`).
@@ -83,16 +95,22 @@ def run_engine(schedulers: Sequence[Scheduler], asynchronous: bool) -> Generator
             closed = arrived.closed
             for replica, request in arrived.requests:
                 schedulers[replica].add(request)
-        elif idle:
-            return
         plans = tuple(scheduler.schedule() for scheduler in schedulers)
-        go = yield Agree(any(plan is not None for plan in plans))
-        if go:
+        activity = yield Agree(_activity(plans, busy=bool(in_flight) or not closed))
+        if activity == Activity.STEPPING:
             ticket = yield Submit(plans)
             assert isinstance(ticket, int)
             in_flight.append((ticket, plans))
-        if in_flight and (len(in_flight) > depth or not go):
+        if in_flight and (len(in_flight) > depth or activity != Activity.STEPPING):
             yield from _take_in(schedulers, *in_flight.popleft())
+        elif activity == Activity.DRAINED:
+            return
+
+
+def _activity(plans: Plans, busy: bool) -> Activity:
+    if any(plan is not None for plan in plans):
+        return Activity.STEPPING
+    return Activity.WAITING if busy else Activity.DRAINED
 
 
 def _take_in(schedulers: Sequence[Scheduler], ticket: int, plans: Plans) -> Generator[Wish, Answer, None]:

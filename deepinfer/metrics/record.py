@@ -73,7 +73,7 @@ class RunRecord:
 @dataclass(slots=True)
 class StepColumns:
     """One entry per step of any engine, in order of their ends: its seconds on the device, its decoding requests, their
-    rows and cached tokens, and its prompt rows.
+    rows, their cached tokens and the tokens they kept, and its prompt rows.
     """
 
     end_s: array[float] = field(default_factory=lambda: array("d"))
@@ -81,13 +81,15 @@ class StepColumns:
     decode_rows: array[int] = field(default_factory=lambda: array("q"))
     prefill_rows: array[int] = field(default_factory=lambda: array("q"))
     context_tokens: array[int] = field(default_factory=lambda: array("q"))
+    kept_tokens: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
 
-    def append(self, end_s: float, seconds: float, plans: Sequence[StepPlan]) -> None:
-        """Note a step of the replicas with these plans, and its seconds on the device."""
+    def append(self, end_s: float, seconds: float, plans: Sequence[StepPlan], kept_tokens: int) -> None:
+        """Note a step of the replicas with these plans, its seconds on the device, and the tokens it kept."""
         self.end_s.append(end_s)
         self.seconds.append(seconds)
         self.decodes.append(sum(len(plan.decode) for plan in plans))
         self.decode_rows.append(sum(plan.decode.num_rows for plan in plans))
         self.prefill_rows.append(sum(chunk.rows for plan in plans for chunk in plan.prefill))
         self.context_tokens.append(sum(int(plan.decode.contexts.sum()) for plan in plans))
+        self.kept_tokens.append(kept_tokens)

@@ -31,10 +31,11 @@ class Percentiles(BaseModel):
 class Summary(BaseModel):
     """A run in figures, over its measurement window. The three throughputs are different things:
 
-    `steps_per_s` counts steps of one engine (SPS); `full_acceptance_tokens_per_s_per_gpu` pretends that every draft
-    is kept (DeepInfer's benchmark convention, an upper bound); `output_tokens_per_s_per_gpu` is what users receive,
-    with `tau` tokens kept per step and request. TPOT is (last - first token) / (tokens - 1) of a request; ITL the gap
-    between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
+    `steps_per_s` counts steps of one engine (SPS); `full_acceptance_tokens_per_s_per_gpu` counts all rows of decoding
+    requests, as if every draft were kept (DeepInfer's benchmark convention, an upper bound on decode; a prompt's first
+    token is not in it); `output_tokens_per_s_per_gpu` is what users receive. `tau` tokens are kept per decode step and
+    request, before a request's limit cuts its last ones. TPOT is (last - first token) / (tokens - 1) of a request; ITL
+    the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,9 +81,15 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     steps = record.steps
     in_window = _within(np.asarray(steps.end_s), start, end)
     num_steps = int(in_window.sum())
-    decodes, decode_rows, prefill_rows, contexts = (
+    decodes, decode_rows, prefill_rows, contexts, kept_tokens = (
         float(np.asarray(column)[in_window].sum())
-        for column in (steps.decodes, steps.decode_rows, steps.prefill_rows, steps.context_tokens)
+        for column in (
+            steps.decodes,
+            steps.decode_rows,
+            steps.prefill_rows,
+            steps.context_tokens,
+            steps.kept_tokens,
+        )
     )
     delivered = _within(np.asarray(record.delivery_s), start, end)
     output = float(np.asarray(record.delivery_tokens)[delivered].sum())
@@ -100,7 +107,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         steps_per_s=num_steps / seconds / record.step_groups,
         input_tokens_per_s_per_gpu=prefill_rows / gpu_seconds,
         tokens_per_s_per_user=1.0 / tpot_figures.p50 if tpot_figures.p50 > 0 else 0.0,
-        tau=float(kept.mean()) if len(kept) else 1.0,
+        tau=kept_tokens / decodes if decodes else 1.0,
         ttft_s=_percentiles(ttft[_within(record.first_token_s, start, end)]),
         tpot_s=tpot_figures,
         itl_s=_token_percentiles(gaps, kept),
