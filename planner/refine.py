@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -46,9 +44,7 @@ class Finalist:
 
 
 def run_finalist(point: int, plan: Plan) -> Finalist:
-    """Simulate one plan, in a worker process; a plan that cannot run is a finalist with a failure."""
-    if multiprocessing.parent_process() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    """Simulate one plan; a plan that cannot run is a finalist with a failure."""
     try:
         return Finalist(point, plan.model_copy(update={"prediction": simulate_plan(plan)}))
     except DeepinferError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -75,10 +78,26 @@ def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, progress:
     tell = progress or (lambda done, total: None)
     tell(0, len(plans))
     work = (delayed(run_finalist)(point, plan) for point, plan in zip(chosen, plans, strict=True))
-    # Results come back in order, whatever process ran them: two searches write the same bytes.
-    for done, finalist in enumerate(Parallel(n_jobs=jobs, return_as="generator", pre_dispatch="all")(work), start=1):
+    # Worker processes inherit that Ctrl-C is ignored: it is for the parent to handle.
+    with _interrupts_ignored():
+        finalists = Parallel(n_jobs=jobs, return_as="generator", pre_dispatch="all")(work)
+    # They come back in order, whatever process ran them: two searches write the same bytes.
+    for done, finalist in enumerate(finalists, start=1):
         tell(done, len(plans))
         yield finalist
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore SIGINT for a moment; outside the main thread, where signals are not handled, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _merit(problem: Problem, finalist: Finalist) -> tuple[float, ...]:

@@ -1,0 +1,42 @@
+"""Builds execution graphs: `build_graph(model, layout, cluster, features)`; one module per model family."""
+
+from __future__ import annotations
+
+from deepinfer.errors import UsageError
+from deepinfer.graph.build import deepseek_v3, deepseek_v41
+from deepinfer.graph.build.common import BuildContext, GraphFeatures
+from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.model.spec import ModelSpec
+
+__all__ = ["GraphFeatures", "build_graph", "drafts_in_graph"]
+
+_BUILDERS = {"deepseek-v3": deepseek_v3.build_blocks, "deepseek-v4.1": deepseek_v41.build_blocks}
+
+
+def drafts_in_graph(model: ModelSpec, nextn: int) -> int:
+    """What a graph depends on of `nextn`: a parallel draft module (DSpark) drafts a whole block for any length.
+
+    Draft lengths with the same value share one graph; the shape of a step says how many drafts are verified.
+    """
+    parallel = model.draft is not None and model.draft.kind == "dspark"
+    return min(nextn, 1) if parallel else nextn
+
+
+def build_graph(
+    model: ModelSpec, layout: ParallelLayout, cluster: ClusterSpec, features: GraphFeatures
+) -> ExecutionGraph:
+    """The graph of one step on one rank of an engine.
+
+    Raises UsageError for a feature the model has not: compact replay without bounded layers, more drafts than the
+    draft module gives, a layout the family's builder does not know.
+    """
+    if features.replay == "compact" and not model.supports_compact_replay:
+        raise UsageError(f"model {model.name} has no bounded layers: replay mode compact does not apply")
+    most = model.draft.max_drafts if model.draft else 0
+    if not 0 <= features.nextn <= most:
+        raise UsageError(f"model {model.name} drafts 0 to {most} tokens, not {features.nextn}")
+    ctx = BuildContext(model, layout, cluster, features)
+    blocks = _BUILDERS[model.family](ctx)
+    return ExecutionGraph(f"{model.name} {layout} {features.phase} nextn {features.nextn}", blocks)
