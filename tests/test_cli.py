@@ -224,4 +224,6 @@ def test_ctrl_c_ends_within_a_second_and_leaves_no_process() -> None:
     assert time.monotonic() - start < 1.5  # a second, and what a busy machine adds
     assert process.returncode == 130
     assert b"Traceback" not in err
-    assert not any(is_running(pid) for pid in workers)
+    while any(is_running(pid) for pid in workers):  # killed, they may need a moment to be gone
+        assert time.monotonic() - start < 3
+        time.sleep(0.05)
