@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.cost.compose import step_cost
+from deepinfer.cost.compose import StepCosts
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, heaviest, replica_load, step_shape
@@ -24,11 +24,10 @@ class StepTimer:
     """Seconds of a step group's step from the plans of its replicas."""
 
     def __init__(self, deployment: Deployment, costs: CostModel) -> None:
-        self._graph = deployment.graph()
-        self._costs = costs
+        self._steps = StepCosts(deployment.graph(), costs)
         self._settings = deployment.settings
         self._known: dict[tuple[ReplicaLoad, float, float], float] = {}
-        self.num_kernels = len(self._graph.steps)
+        self.num_kernels = len(self._steps.graph.steps)
 
     @property
     def num_shapes(self) -> int:
@@ -74,7 +73,7 @@ class StepTimer:
         seconds = self._known.get(key)
         if seconds is None:
             shape = step_shape(load, mean_rows, mean_kept_rows, self._settings.graph_rows)
-            seconds = self._known[key] = float(step_cost(self._graph, shape, self._costs).seconds)
+            seconds = self._known[key] = self._steps.seconds(shape)
         return seconds
 
 

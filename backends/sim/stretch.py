@@ -116,7 +116,8 @@ def _mean_growth(batches: list[DecodeBatch], before: Ints) -> Floats:
     sizes = [len(batch) for batch in batches]
     starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
     sums: Ints = np.add.reduceat(before, starts, axis=1)
-    return sums / np.asarray(sizes)
+    mean: Floats = sums / np.asarray(sizes)
+    return mean
 
 
 def _cycles(clock: StretchClock, seconds: list[float], kept: Ints, contexts: Ints) -> Stretch:

@@ -49,6 +49,7 @@ def _embedding(ctx: BuildContext, view: View) -> Block:
         OpKind.GATHER,
         ("tokens", "ffn_out"),
         lambda s: Work(bytes_read=rows(s) * row_bytes, bytes_written=rows(s) * row_bytes),
+        rows,
     )
     return Block("embedding", tuple(ops.operators))
 
@@ -110,7 +111,9 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
         )
 
     ops.gemm("absorb_q", ("q", "q_absorbed"), rows, attention.nope_dim, rank, BF16, groups=heads)
-    ops.add("attention_decode", OpKind.ATTENTION_DECODE, ("q_absorbed kv", "attn_latent"), work)
+    ops.add(
+        "attention_decode", OpKind.ATTENTION_DECODE, ("q_absorbed kv", "attn_latent"), work, lambda s: view(s).decode
+    )
     ops.gemm("absorb_v", ("attn_latent", "attn_heads"), rows, rank, attention.v_dim, BF16, groups=heads)
 
 
@@ -136,7 +139,9 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
         )
 
     ops.gemm("kv_b", ("kv", "keys_values"), cached, attention.kv_lora_rank, width, ctx.model.dense_format)
-    ops.add("attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work)
+    ops.add(
+        "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill
+    )
 
 
 def _draft_blocks(ctx: BuildContext, draft: DraftSpec) -> list[Block]:

@@ -90,7 +90,7 @@ def _embedding(ctx: BuildContext) -> Block:
         m = rows(shape)
         return Work(bytes_read=m * row_bytes, bytes_written=m * row_bytes * ctx.model.hc_mult, rows=m)
 
-    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work)
+    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work, rows)
     return Block("embedding", tuple(ops.operators))
 
 
@@ -132,7 +132,7 @@ def _engram(ctx: BuildContext, ops: OperatorList, memory: Engram, rows: RowsOf) 
         return Work(bytes_read=num_bytes, bytes_written=num_bytes, message=message)
 
     # The n-gram ids are known before the step, so the look-up runs beside the layers before.
-    ops.add("engram_lookup", OpKind.GATHER, ("token_ids", "engram_rows"), lookup, "comm")
+    ops.add("engram_lookup", OpKind.GATHER, ("token_ids", "engram_rows"), lookup, rows, "comm")
     projected = (ctx.model.hc_mult + 1) * hidden
     width = memory.rows_per_token * memory.row_dim
     ops.gemm("engram_proj", ("engram_rows", "engram_out"), rows, width, projected, ctx.model.dense_format)
@@ -199,6 +199,9 @@ def _indexer(ctx: BuildContext, ops: OperatorList, attention: CompressedAttentio
     # Keys stored in FP4 meet FP4 queries; the FP8 record of older kernels meets FP8 queries.
     precision: Literal["fp4", "fp8"] = "fp4" if ctx.model.kv.index_bytes < dim else "fp8"
 
+    def sequences(shape: StepShape) -> object:
+        return view(shape).sequences
+
     def scored(shape: StepShape) -> Num:
         def of(s: Sequences) -> Num:
             return visible_entries(s.context, s.rows, attention.ratio, attention.index_limit)
@@ -227,8 +230,8 @@ def _indexer(ctx: BuildContext, ops: OperatorList, attention: CompressedAttentio
     def topk(shape: StepShape) -> Work:
         return Work(bytes_read=scored(shape) * SCORE_BYTES, bytes_written=rows(shape) * attention.topk * 4.0)
 
-    ops.add("index_score", OpKind.INDEX_SCORE, ("index_q index_w global_kv", "scores"), score)
-    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk)
+    ops.add("index_score", OpKind.INDEX_SCORE, ("index_q index_w global_kv", "scores"), score, sequences)
+    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk, sequences)
 
 
 def _sparse_attention(
@@ -250,9 +253,12 @@ def _sparse_attention(
             return 0.0
         return visible_entries(s.context, s.rows, attention.ratio, attention.topk)
 
-    def work(shape: StepShape) -> Work:
+    def of_phase(shape: StepShape) -> tuple[Sequences, ...]:
         seen = view(shape)
-        sequences = decode_group(seen) if phase == "decode" else seen.prefill
+        return decode_group(seen) if phase == "decode" else seen.prefill
+
+    def work(shape: StepShape) -> Work:
+        sequences = of_phase(shape)
         window = total(sequences, window_entries) / ctx.cp
         selected = total(sequences, global_entries) / ctx.cp
         m = total(sequences, lambda s: s.rows) / ctx.cp
@@ -264,7 +270,7 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work)
+    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work, of_phase)
 
 
 def _draft_blocks(ctx: BuildContext, draft: DraftSpec) -> list[Block]:
@@ -299,6 +305,8 @@ def _draft_blocks(ctx: BuildContext, draft: DraftSpec) -> list[Block]:
         )
 
     for position in range(draft.block_size):
-        ops.add(f"markov_{position}", OpKind.GEMM, ("draft_logits draft_tokens", "draft_tokens"), markov)
+        ops.add(
+            f"markov_{position}", OpKind.GEMM, ("draft_logits draft_tokens", "draft_tokens"), markov, ctx.rows(view)
+        )
     blocks.append(Block("draft head", tuple(ops.operators)))
     return blocks
