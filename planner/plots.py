@@ -23,7 +23,7 @@ STREAM_COLORS = {"compute": BLUE, "comm": ORANGE}
 def plot_pareto(result: SearchResult, ax: Axes) -> Axes:
     """Output tokens/s per GPU against tokens/s per user: screened points, their front, finalists, the winner.
 
-    Under a given rate the output axis is what a plan could serve within the limits, and the user's speed is at the rate.
+    Under a given rate the output is what a plan could serve within the limits, and the user's speed is at the rate.
     """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
