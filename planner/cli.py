@@ -70,13 +70,14 @@ def search(
         _check_writable(out)
     with _progress(quiet=as_json) as tell:
         result = run_search(problem, jobs or -1, tell)
-    _print_result(result, top, as_json)
+    paths: list[Path] = []
     if out is not None:
         from planner.report import write_report
 
-        paths = write_report(result, out)
-        if not as_json:
-            print("wrote " + ", ".join(str(p) for p in paths))
+        paths = write_report(result, out)  # before printing, which a closed pipe may end
+    _print_result(result, top, as_json)
+    if paths and not as_json:
+        print("wrote " + ", ".join(str(p) for p in paths))
 
 
 @app.command()

@@ -178,7 +178,7 @@ def test_the_winner_is_close_to_the_best_screened_point(model: str, hardware: st
     found = run_search(asked, jobs=-1)
     points = found.screening.points
     within = (points.tpot_s <= asked.slo.tpot_s) & (points.ttft_s <= asked.slo.ttft_s)
-    assert found.winner.summary.output_tokens_per_s_per_gpu >= 0.8 * points.output_per_gpu[within].max()
+    assert found.winner.summary.output_tokens_per_s_per_gpu >= 0.7 * points.output_per_gpu[within].max()
 
 
 def test_a_high_rate_is_measured_in_steady_state() -> None:
