@@ -23,7 +23,7 @@ def run_app(app: typer.Typer) -> None:
         _fail(str(error))
     except _ParserError as error:
         # Without a command the parser has printed its help and says nothing.
-        _fail(str(error) or "no command given")
+        _fail(getattr(error, "format_message", error.__str__)() or "no command given")
     sys.exit(status if isinstance(status, int) else 0)
 
 

@@ -120,13 +120,19 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _print_result(result: Any, top: int, as_json: bool) -> None:
-    from planner.report import describe_pool, finalists_table, why_lines
+    from planner.report import describe_pool, finalists_table, pareto_set, why_lines
 
     if as_json:
         finalists = [f.plan.model_dump(mode="json") | {"failure": f.failure} for f in result.finalists[:top]]
         refused = dict(result.screening.refusals.counts)
-        print(json.dumps({"plan": result.plan.model_dump(mode="json"), "finalists": finalists,
-                          "screened": len(result.screening.points), "refused": refused}, indent=2))  # fmt: skip
+        found = {
+            "plan": result.plan.model_dump(mode="json"),
+            "finalists": finalists,
+            "pareto": pareto_set(result),
+            "screened": len(result.screening.points),
+            "refused": refused,
+        }
+        print(json.dumps(found, indent=2))
         return
     from rich.console import Console
 
@@ -151,9 +157,12 @@ def _check_writable(folder: Path) -> None:
     """Find out before the work, not after it, that the folder cannot be written."""
     from deepinfer.files import write_file
 
-    probe = folder / ".planner-probe"
     existed = folder.exists()
-    write_file(probe, b"")
+    probe = folder / ".planner-probe"
+    try:
+        write_file(probe, b"")
+    except UsageError as error:
+        raise UsageError(f"cannot write into folder {folder}: {str(error).rpartition(': ')[2]}") from None
     probe.unlink()
     if not existed:
         folder.rmdir()

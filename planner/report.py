@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 from rich.table import Table
 
 from deepinfer.cost.compose import PathItem, critical_path
@@ -20,6 +22,7 @@ from deepinfer.units import format_bytes, format_seconds
 from deepinfer.workload.spec import describe_workload
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
+from planner.screen import pareto
 from planner.search import SearchResult
 
 
@@ -146,6 +149,7 @@ def markdown_report(result: SearchResult) -> str:
         "## Why this one\n\n" + why_lines(result),
         "![what the mean step is made of](step_breakdown.png)",
         "## Finalists\n\n" + _markdown_finalists(result),
+        "## Pareto set\n\n" + _markdown_pareto(result),
         "## Memory of one GPU\n\n" + _markdown_pairs(("item", "size"), memory_lines(deployment)),
         "## Points not considered\n\n" + _markdown_refusals(result),
         "## Assumptions\n\n" + "\n".join(f"- {line}" for line in assumption_lines(result, deployment)),
@@ -253,6 +257,42 @@ def _markdown_finalists(result: SearchResult) -> str:
         for rank, f in enumerate(result.finalists, start=1)
     ]
     return _markdown_table(header, rows)
+
+
+def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
+    """Screened points that no other beats in speed per user and output per GPU, at most so many along the front."""
+    points = result.screening.points
+    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
+    chosen = front[np.unique(np.linspace(0, len(front) - 1, min(most, len(front))).astype(int))]
+    rows: list[dict[str, object]] = []
+    for i in chosen:
+        candidate = result.screening.candidates[points.candidate[i]]
+        rows.append(
+            {
+                "engines": f"{candidate.replicas} x {candidate.layout}",
+                "replay": candidate.replay,
+                "requests_per_gpu": float(points.max_num_seqs[i] / candidate.layout.replica_ranks),
+                "chunk_rows_per_gpu": float(points.chunk_rows[i] / candidate.layout.replica_ranks),
+                "nextn": int(points.nextn[i]),
+                "tokens_per_s_per_user": float(1.0 / points.tpot_s[i]),
+                "output_tokens_per_s_per_gpu": float(points.output_per_gpu[i]),
+                "mean_ttft_s": float(points.ttft_s[i]),
+            }
+        )
+    return rows
+
+
+def _markdown_pareto(result: SearchResult) -> str:
+    rows = [
+        (
+            str(p["engines"]), f"{p['requests_per_gpu']:g}", f"{p['chunk_rows_per_gpu']:g}", str(p["nextn"]),
+            str(p["replay"]), f"{p['tokens_per_s_per_user']:.1f}", f"{p['output_tokens_per_s_per_gpu']:,.0f}",
+            format_seconds(cast("float", p["mean_ttft_s"])),
+        )
+        for p in pareto_set(result)
+    ]  # fmt: skip
+    header = ("engines", "requests/GPU", "chunk rows/GPU", "nextn", "replay", "tok/s/user", "output tok/s/GPU", "TTFT")
+    return "Screened means; finalists above are simulated.\n\n" + _markdown_table(header, rows)
 
 
 def _markdown_refusals(result: SearchResult) -> str:

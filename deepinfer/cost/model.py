@@ -5,8 +5,8 @@
 
 with r the rows that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach, and p how sharply
 the roofline's knee is rounded (p = 1: the two terms add up; p large: the larger one counts). A message takes the longer
-of its scale-up and scale-out parts, each bytes / (bandwidth x efficiency), plus the scale-out latency when it leaves
-the scale-up domain.
+of its scale-up and scale-out parts, each bytes / (bandwidth x efficiency) plus the link's latency beyond the start-up,
+if the catalog has one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deepinfer.errors import NoDataError, UsageError, unknown_name
 from deepinfer.files import first_fault, read_toml
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
-from deepinfer.hardware.spec import Accelerator, Precision
+from deepinfer.hardware.spec import Accelerator, Link, Precision
 from deepinfer.numeric import Num, larger, smaller, where_positive
 
 _PROFILES = Path(__file__).parent / "profiles"
@@ -136,8 +136,14 @@ class CostModel:
         up, out = self.accelerator.scale_up, self.accelerator.scale_out
         up_s = message.scale_up_bytes / (up.bytes_per_s.value * p.scale_up_efficiency)
         out_s = message.scale_out_bytes / (out.bytes_per_s.value * p.scale_out_efficiency)
-        latency_s = out.latency_s.value if out.latency_s else 0.0
-        return larger(up_s, where_positive(message.scale_out_bytes, latency_s + out_s))
+        return larger(
+            where_positive(message.scale_up_bytes, up_s + _latency_seconds(up)),
+            where_positive(message.scale_out_bytes, out_s + _latency_seconds(out)),
+        )
+
+
+def _latency_seconds(link: Link) -> float:
+    return link.latency_s.value if link.latency_s else 0.0
 
 
 def _rounded_maximum(a: Num, b: Num, sharpness: float) -> Num:
