@@ -129,7 +129,7 @@ def _check_objective(objective: Objective, accelerator: Accelerator) -> None:
 
 def _acceptance(model: ModelSpec, rate: float | None) -> Acceptance:
     if rate is None:
-        return default_acceptance(model.family)
+        return default_acceptance(model.family, model.draft.kind if model.draft else None)
     if not 0 <= rate <= 1:
         raise UsageError(f"--acceptance must lie between 0 and 1, got {rate}")
     return Acceptance(rates=(rate,), source="given on the command line, one conditional rate")
