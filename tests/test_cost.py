@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backends.sim.timeline import run_graph, simulate_step
 from deepinfer.cost.compose import critical_path, finish_times, operator_seconds, step_cost
 from deepinfer.cost.model import Cost, CostModel, CostProfile, OperatorParameters, Source, load_profile
-from deepinfer.engine.deployment import choose_kv_format
+from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase, Replay
@@ -32,7 +32,7 @@ def graph(
     model: str, hardware: str, layout: ParallelLayout, phase: Phase = "mixed", replay: Replay = "off", nextn: int = 0
 ) -> ExecutionGraph:
     accelerator = load_hardware(hardware)
-    spec = choose_kv_format(load_model(model), accelerator, None)
+    spec = fit_to_hardware(load_model(model), accelerator)
     return build_graph(spec, layout, ClusterSpec(accelerator, 64), GraphFeatures(phase, replay, nextn))
 
 
@@ -214,6 +214,16 @@ def test_fp4_products_run_at_the_fp8_rate_where_there_is_no_fp4() -> None:
     assert load_hardware("b200").peak_flops_per_s("fp4") == 2 * load_hardware("b200").peak_flops_per_s("fp8")
 
 
+@pytest.mark.parametrize("hardware", ["b200", "b300", "gb200-nvl72", "gb300-nvl72"])
+def test_fp4_index_scores_run_at_the_rate_of_fp8_keys(hardware: str) -> None:
+    """Whatever the part's FP4 peak is: twice FP8's on B200, three times on B300."""
+    costs = CostModel(load_hardware(hardware))
+    scan = Operator("index_score", OpKind.INDEX_SCORE, (), (), lambda _: Work())
+    fp4, fp8 = (costs.cost(scan, Work(1e15, precision)).seconds for precision in ("fp4", "fp8"))
+    assert fp4 == fp8
+    assert fp8 == pytest.approx(1e15 / (0.322 * costs.accelerator.peak_flops_per_s("fp8")), rel=1e-3)
+
+
 def test_a_missing_number_is_named_and_not_guessed() -> None:
     costs, _ = model_of()
     other = Operator("other", OpKind.TOPK, (), (), lambda _: Work())
@@ -224,7 +234,7 @@ def test_a_missing_number_is_named_and_not_guessed() -> None:
     gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work())
     with pytest.raises(NoDataError, match=r"h800: flops_per_s\.tf32"):
         bare.cost(gemm, Work(1.0, "tf32"))
-    with pytest.raises(UsageError, match=r"'ampere'.*blackwell, hopper"):
+    with pytest.raises(UsageError, match=r"'ampere'.*ascend, blackwell, hopper"):
         load_profile("ampere")
 
 

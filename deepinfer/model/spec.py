@@ -5,6 +5,7 @@ All of it is read from the model's Hugging Face `config.json` (see `deepinfer.mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
@@ -14,7 +15,10 @@ from deepinfer.errors import UsageError
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A storage format of weights: `bytes_per_parameter` includes the scales; products run at `precision`."""
+    """A storage format of weights: `bytes_per_parameter` includes the scales; products run at `precision`.
+
+    "fp8" stands for every 8-bit product: parts without FP8 run them as INT8.
+    """
 
     name: str
     precision: Literal["fp4", "fp8", "bf16", "tf32"]
@@ -27,6 +31,9 @@ FP8_BLOCK_32 = WeightFormat("fp8 32x32 ue8m0", "fp8", 1.0 + 1.0 / (32 * 32))
 FP8_BLOCK_128 = WeightFormat("fp8 128x128 fp32", "fp8", 1.0 + 4.0 / (128 * 128))
 # FP4 weights meet FP8 activations, so their products run at the FP8 rate (model card, quantization_config).
 MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
+# One byte a weight and a scale per output channel, which is nothing beside thousands of weights.
+INT8 = WeightFormat("int8", "fp8", 1.0)
+_CONVERTIBLE = {INT8.name: INT8}
 
 
 class Role(StrEnum):
@@ -252,6 +259,19 @@ class ModelSpec:
                 return replace(self, kv=candidate)
         known = ", ".join(k.name for k in self.kv_formats)
         raise UsageError(f"unknown KV format {name!r} for {self.name}: known are {known}")
+
+    def with_weights(self, converted: Mapping[str, str]) -> ModelSpec:
+        """The same model with weight formats replaced by name. Raises UsageError for a format that is not known."""
+
+        def convert(fmt: WeightFormat) -> WeightFormat:
+            name = converted.get(fmt.name)
+            if name is None:
+                return fmt
+            if name not in _CONVERTIBLE:
+                raise UsageError(f"unknown weight format {name!r}: known are {', '.join(_CONVERTIBLE)}")
+            return _CONVERTIBLE[name]
+
+        return replace(self, dense_format=convert(self.dense_format), expert_format=convert(self.expert_format))
 
     def _kv_bytes(self, attention: Attention) -> float:
         if not isinstance(attention, CompressedAttention):

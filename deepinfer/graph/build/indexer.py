@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from deepinfer.graph.build.common import BuildContext, OperatorList, decode_group, total
 from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
+from deepinfer.hardware.spec import Precision
 from deepinfer.model.spec import BF16
 from deepinfer.numeric import Num
 
@@ -32,8 +32,7 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
     heads, dim, rows = scan.num_heads, scan.dim, ctx.rows(view)
     ops.gemm("index_q", ("q_latent", "index_q"), rows, scan.q_lora_rank, heads * dim, ctx.model.dense_format)
     ops.gemm("index_weights", ("attn_in", "index_w"), rows, ctx.model.hidden_size, heads, BF16)
-    # Keys stored in FP4 meet FP4 queries; the FP8 record of older kernels meets FP8 queries.
-    precision: Literal["fp4", "fp8"] = "fp4" if ctx.model.kv.index_bytes < dim else "fp8"
+    precision = _key_precision(ctx.model.kv.index_bytes / dim)
 
     def scored(shape: StepShape) -> Num:
         def of(s: Sequences) -> Num:
@@ -65,3 +64,10 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
 
     ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score)
     ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk)
+
+
+def _key_precision(bytes_per_number: float) -> Precision:
+    """Queries meet keys in the keys' precision: FP4 with scales, 8 bits with scales, or BF16."""
+    if bytes_per_number < 1.0:
+        return "fp4"
+    return "fp8" if bytes_per_number < 2.0 else "bf16"
