@@ -90,20 +90,26 @@ def choose_points(problem: Problem, points: Points, count: int) -> list[int]:
     Screening ranks by means; percentiles come from the simulation. So for each of the best configurations also the
     next lower load is taken, in case the first one breaks a limit.
     """
+    chosen = best_points(problem, points, math.ceil(count * 0.75), SLACK)
+    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
+    room = count - len(chosen)
+    spread = front[np.unique(np.linspace(0, len(front) - 1, min(room, len(front))).astype(int))] if room else front[:0]
+    return list(dict.fromkeys([*chosen, *(int(i) for i in spread)]))[:count]
+
+
+def best_points(problem: Problem, points: Points, count: int, slack: float) -> list[int]:
+    """At most `count` points, by output per GPU, whose screened latencies are within `slack` times the limits."""
     slo = problem.slo
-    within = (points.tpot_s <= slo.tpot_s * SLACK) & (points.ttft_s <= slo.ttft_s * SLACK)
+    within = (points.tpot_s <= slo.tpot_s * slack) & (points.ttft_s <= slo.ttft_s * slack)
     chosen: list[int] = []
     for index in _ranked(points, within):
-        if len(chosen) >= math.ceil(count * 0.75):
+        if len(chosen) >= count:
             break
         same_layout = [other for other in chosen if points.candidate[other] == points.candidate[index]]
         same_drafts = [other for other in same_layout if points.nextn[other] == points.nextn[index]]
         if len(same_layout) < MAX_PER_LAYOUT and len(same_drafts) < 2:
             chosen.append(index)
-    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
-    room = count - len(chosen)
-    spread = front[np.unique(np.linspace(0, len(front) - 1, min(room, len(front))).astype(int))] if room else front[:0]
-    return list(dict.fromkeys([*chosen, *(int(i) for i in spread)]))[:count]
+    return chosen
 
 
 def _ranked(points: Points, within: npt.NDArray[np.bool_]) -> Iterator[int]:

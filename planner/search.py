@@ -18,11 +18,11 @@ from deepinfer.layout.plan import Plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import MoE
 from planner.problem import Problem
-from planner.refine import Finalist, choose_points, make_plan, run_finalist
+from planner.refine import SLACK, Finalist, best_points, choose_points, make_plan, run_finalist
 from planner.screen import UTILIZATION, Screen, Screening
 from planner.space import SearchSpace
 
-FINALISTS = 8
+FINALISTS, SECOND_ROUND = 8, 4
 REQUIRED_ROWS = 512
 """Prompt rows a step must take at least, for the smallest cluster that fits."""
 Progress = Callable[[int, int], None]
@@ -51,7 +51,7 @@ class SearchResult:
 
     def feasible(self, finalist: Finalist) -> bool:
         """Whether a finalist was measured and kept the limits."""
-        return not finalist.failure and self.problem.slo.met_by(finalist.summary)
+        return _keeps_limits(self.problem, finalist)
 
 
 def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = None) -> SearchResult:
@@ -64,12 +64,28 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
     chosen = choose_points(problem, screening.points, FINALISTS)
-    plans = [make_plan(problem, screening, point) for point in chosen]
-    finalists = list(_simulate(chosen, plans, jobs, progress))
+    finalists = _simulate_points(problem, screening, chosen, jobs, progress)
+    promising = set(best_points(problem, screening.points, FINALISTS, SLACK))
+    if not any(_keeps_limits(problem, f) for f in finalists if f.point in promising):
+        # All that screening put near the limits broke them: try again as far below as it was allowed above.
+        lower = best_points(problem, screening.points, SECOND_ROUND, 1.0 / SLACK)
+        again = [point for point in lower if point not in chosen]
+        finalists += _simulate_points(problem, screening, again, jobs, progress)
     result = SearchResult(problem, screening, tuple(sorted(finalists, key=lambda f: _merit(problem, f))))
     if not result.feasible(result.winner):
         raise InfeasibleError(_limits_too_tight(result))
     return result
+
+
+def _keeps_limits(problem: Problem, finalist: Finalist) -> bool:
+    return not finalist.failure and problem.slo.met_by(finalist.summary)
+
+
+def _simulate_points(
+    problem: Problem, screening: Screening, chosen: Sequence[int], jobs: int, progress: Progress | None
+) -> list[Finalist]:
+    plans = [make_plan(problem, screening, point) for point in chosen]
+    return list(_simulate(chosen, plans, jobs, progress))
 
 
 def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, progress: Progress | None) -> Iterator[Finalist]:
