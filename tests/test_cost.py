@@ -359,3 +359,27 @@ def test_grouped_products_against_published_h800_kernels(experts: int, rows: int
     shape = StepShape(Sequences.decoding(rows * experts / 8, 0.0, 1000.0))
     predicted = CostModel(load_hardware("h800")).cost(operator, operator.work(shape)).seconds
     assert within(float(predicted), up_s + down_s, 1.5)
+
+
+# hicann/cann-recipes-infer, inference guides of V4, V3.2 and R1: decode with forced balanced experts, attention DP and
+# expert parallelism over all chips, seconds per emitted token. Per row: requests a chip, context, drafts, tau.
+CANN_DECODE = [
+    ("deepseek-v4-flash", "ascend-950dt", 16, (1, 8192, 3, 2.44), 6.55e-3),
+    ("deepseek-v4-flash", "ascend-950dt", 16, (96, 8192, 1, 1.7), 16.46e-3),
+    ("deepseek-v4-pro", "ascend-950dt", 64, (48, 8192, 1, 1.7), 27.79e-3),
+    ("deepseek-v3", "ascend-910c", 64, (96, 4096, 1, 1.7), 44.9e-3),
+    ("deepseek-v3.2", "ascend-910c", 64, (8, 131_072, 3, 2.44), 25.8e-3),
+    ("deepseek-v4-flash", "ascend-910c", 64, (128, 8192, 1, 1.7), 29.17e-3),
+]
+
+
+@pytest.mark.parametrize(("model", "hardware", "chips", "load", "published_s"), CANN_DECODE)
+def test_ascend_decode_is_optimistic_by_a_known_factor(
+    model: str, hardware: str, chips: int, load: tuple[int, int, int, float], published_s: float
+) -> None:
+    """The profile has one paper's efficiencies and few start-ups: never slower than CANN, nor 2.3 times faster."""
+    requests, context, nextn, tau = load
+    built = graph(model, hardware, ParallelLayout(dp=chips, ep=chips), "decode", "off", nextn)
+    shape = StepShape(Sequences.decoding(float(requests), float(nextn), float(context)))
+    predicted = float(step_cost(built, shape, CostModel(load_hardware(hardware))).seconds) / tau
+    assert 1 / 2.3 <= predicted / published_s <= 1.0
