@@ -7,9 +7,10 @@ from typing import Any
 
 import simpy
 
-from backends.sim.group import StepGroup, Verifier
+from backends.sim.group import StepGroup
 from backends.sim.steptime import StepTimer
 from backends.sim.timeline import simulate_step
+from backends.sim.verifier import Verifier
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
@@ -27,8 +28,8 @@ WARM_UP = 0.2
 class SimBackend:
     """Runs plans in simulation; deterministic: the same plan gives the same record, event by event."""
 
-    def __init__(self, check_integrity: bool = False) -> None:
-        self._check_integrity = check_integrity
+    def __init__(self, check_integrity: bool = False, every_step: bool = False) -> None:
+        self._check_integrity, self._every_step = check_integrity, every_step
 
     def run(
         self, deployment: Deployment, workload: Workload, acceptance: Acceptance, requests: Sequence[RequestSpec]
@@ -37,7 +38,7 @@ class SimBackend:
         verifier = Verifier(acceptance, workload.seed, deployment.settings.nextn, len(requests))
         run = _Run(deployment, workload.arrivals, verifier, len(requests))
         for group in run.groups:
-            group.check_integrity = self._check_integrity
+            group.check_integrity, group.every_step = self._check_integrity, self._every_step
         return run.serve(requests)
 
     def timeline(self, deployment: Deployment, num_requests: int, context: float) -> list[Span]:

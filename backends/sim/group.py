@@ -9,7 +9,11 @@ import numpy as np
 import simpy
 
 from backends.sim.steptime import StepTimer
+from backends.sim.stretch import Stretch, StretchClock, plan_stretch
+from backends.sim.verifier import Verifier
 from deepinfer.engine.core import (
+    Advance,
+    Advanced,
     Agree,
     Answer,
     Arrivals,
@@ -25,34 +29,17 @@ from deepinfer.engine.deployment import Deployment
 from deepinfer.metrics.record import RunRecord
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
-from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.scheduler.step import StepResult
 
 Process = Generator[simpy.Event, Any, Any]
 
 
-class Verifier:
-    """Stands for the device's verification: tokens kept per request, drawn by request and position."""
-
-    def __init__(self, acceptance: Acceptance, seed: int, nextn: int, num_requests: int) -> None:
-        self._acceptance, self._seed, self._nextn = acceptance, seed, nextn
-        self._position = np.zeros(num_requests, dtype=np.int64)
-
-    def results(self, plans: Plans) -> tuple[StepResult | None, ...]:
-        """What the replicas' plans of one step produce."""
-        ids = [plan.decode.request_ids for plan in plans if plan is not None]
-        everyone = np.concatenate(ids)
-        kept = self._acceptance.draw(self._seed, everyone, self._position[everyone], self._nextn)
-        self._position[everyone] += kept
-        parts = iter(np.split(kept, np.cumsum([len(x) for x in ids])[:-1]))
-        return tuple(None if plan is None else StepResult(next(parts)) for plan in plans)
-
-
 class _Ticket(NamedTuple):
-    """A submitted step: its plans, its seconds on the device, and the event of its end."""
+    """A submitted step: its plans, its seconds on the device, when it ends, and the event of that."""
 
     plans: Plans
     seconds: float
+    end_s: float
     done: simpy.Event
 
 
@@ -81,6 +68,7 @@ class StepGroup:
         self._device_free_s = 0.0
         self._tickets: list[_Ticket | None] = []
         self.check_integrity = False
+        self.every_step = False
 
     def load(self, replica: int) -> int:
         """Waiting requests count four times (vLLM's data-parallel balancer: 4 x waiting + running)."""
@@ -100,7 +88,7 @@ class StepGroup:
 
     def run(self) -> Process:
         """The group's SimPy process."""
-        core = run_engine(self.schedulers, self._asynchronous)
+        core = run_engine(self.schedulers, self._asynchronous, skip_ahead=not self.every_step)
         wish: Wish = next(core)
         while True:
             answer = yield from self._fulfil(wish)
@@ -122,10 +110,52 @@ class StepGroup:
             case Deliver():
                 yield from self._deliver(wish)
                 return None
+            case Advance():
+                return (yield from self._advance(wish))
             case Arrivals(block):
                 return (yield from self._arrivals(block))
             case Agree(activity):
                 return activity  # all replicas of the group are in this process
+
+    def _advance(self, wish: Advance) -> Generator[simpy.Event, Any, Advanced]:
+        """Let a stretch of equal decisions pass at once, up to the first poll that sees a new request."""
+        ahead = self._tickets[-1] if self._asynchronous and self._tickets else None
+        clock = StretchClock(
+            now_s=self._env.now,
+            device_free_s=self._device_free_s,
+            oldest=None if ahead is None else (ahead.seconds, ahead.end_s),
+            submit_s=self._host.submit_seconds(max(len(b) for b in wish.batches if b is not None), 0, captured=True),
+            deliver_s=self._host.deliver_seconds(max(len(b) for b in wish.batches if b is not None)),
+            gap_s=self._host.step_gap_s.value,
+        )
+        stretch = None if self._inbox else plan_stretch(wish, clock, self._timer, self._verifier)
+        if stretch is None:
+            return Advanced(0, tuple(None for _ in wish.batches))
+        self._bell = self._env.event()
+        over = self._env.timeout(stretch.polls_s[-1] - self._env.now)
+        yield over | self._bell
+        if not over.processed:
+            stretch = stretch.until(self._env.now)
+            yield self._env.timeout(max(stretch.polls_s[-1] - self._env.now, 0.0))
+        return self._land(wish, stretch, ahead)
+
+    def _land(self, wish: Advance, stretch: Stretch, ahead: _Ticket | None) -> Advanced:
+        """Enter what a stretch did into the record, the verifier and the device."""
+        batches = [batch for batch in wish.batches if batch is not None]
+        everyone = np.concatenate([batch.request_ids for batch in batches])
+        self._record.steps.append_stretch(
+            stretch.collected_s, stretch.collected_seconds, batches, stretch.contexts, stretch.kept.sum(axis=1)
+        )
+        self._record.deliver_stretch(everyone, stretch.kept, stretch.polls_s)
+        self._verifier.pass_rounds(everyone, stretch.num_steps)
+        self._device_free_s = stretch.device_free_s
+        totals = stretch.kept.sum(axis=0)
+        if ahead is not None:
+            end_s = stretch.device_free_s
+            done = self._env.timeout(max(end_s - self._env.now, 0.0))
+            self._tickets[-1] = _Ticket(ahead.plans, stretch.last_seconds, end_s, done)
+        parts = iter(np.split(totals, np.cumsum([len(batch) for batch in batches])[:-1]))
+        return Advanced(stretch.num_steps, tuple(None if b is None else next(parts) for b in wish.batches))
 
     def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
         if block and not self._inbox and not self._closed:
@@ -145,8 +175,8 @@ class StepGroup:
         yield from self._busy(self._host.submit_seconds(most, self._timer.num_kernels, captured))
         seconds = self._timer.seconds(plans)
         start = max(self._env.now, self._device_free_s + self._host.step_gap_s.value)
-        self._device_free_s = start + seconds
-        self._tickets.append(_Ticket(plans, seconds, self._env.timeout(start + seconds - self._env.now)))
+        end_s = self._device_free_s = start + seconds
+        self._tickets.append(_Ticket(plans, seconds, end_s, self._env.timeout(end_s - self._env.now)))
         return len(self._tickets) - 1
 
     def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
@@ -167,8 +197,6 @@ class StepGroup:
         now, record = self._env.now, self._record
         tokens = np.concatenate([output.tokens for output in outputs])
         record.deliver(np.concatenate([output.request_ids for output in outputs]), tokens, now)
-        record.delivery_s.append(now)
-        record.delivery_tokens.append(int(tokens.sum()))
         for output in outputs:
             for request_id in output.finished:
                 record.finish_s[request_id] = now

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from deepinfer.cost.compose import step_cost
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer.cost.compose import StepCosts
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, heaviest, replica_load, step_shape
 from deepinfer.scheduler.step import StepPlan
+
+Floats = npt.NDArray[np.float64]
 
 STEPS_PER_OCTAVE = 16
 """Requests, rows and tokens are rounded to the nearest of 16 values per doubling: 2.2% off at most, unbiased."""
@@ -19,11 +24,10 @@ class StepTimer:
     """Seconds of a step group's step from the plans of its replicas."""
 
     def __init__(self, deployment: Deployment, costs: CostModel) -> None:
-        self._graph = deployment.graph()
-        self._costs = costs
+        self._steps = StepCosts(deployment.graph(), costs)
         self._settings = deployment.settings
         self._known: dict[tuple[ReplicaLoad, float, float], float] = {}
-        self.num_kernels = len(self._graph.steps)
+        self.num_kernels = len(self._steps.graph.steps)
 
     @property
     def num_shapes(self) -> int:
@@ -37,12 +41,39 @@ class StepTimer:
         kept = sum(load.num_kept_rows for load in loads) / len(plans)
         return max(self._one(_rounded(load), _on_grid(rows), _on_grid(kept)) for load in heaviest(loads))
 
+    def decode_seconds(self, loads: Sequence[ReplicaLoad], num_replicas: int, growth: Floats) -> list[float]:
+        """Seconds of successive steps that only decode, as replicas' mean contexts grow.
+
+        `growth` has a row per step and a column per load: tokens on top of the load's mean context.
+        """
+        counts = np.asarray([load.num_decodes for load in loads])
+        cached = counts * (np.asarray([load.mean_context for load in loads]) + growth)
+        rows = sum(load.num_rows for load in loads) / num_replicas
+        most_rows = np.flatnonzero(counts == counts.max())
+        candidates = (most_rows[np.argmax(cached[:, most_rows], axis=1)], np.argmax(cached, axis=1))
+        seconds = np.zeros(len(growth))
+        for replicas in candidates:
+            contexts = cached[np.arange(len(growth)), replicas] / counts[replicas]
+            # Alike rounded contexts of alike batches have one time.
+            alike = counts[replicas] * 4096 + np.rint(np.log2(np.maximum(contexts, 1.0)) * STEPS_PER_OCTAVE)
+            _, first, inverse = np.unique(alike, return_index=True, return_inverse=True)
+            values = [
+                self._one(
+                    _rounded(loads[replicas[i]]._replace(mean_context=float(contexts[i]))),
+                    _on_grid(rows),
+                    _on_grid(rows),
+                )
+                for i in first
+            ]
+            seconds = np.maximum(seconds, np.asarray(values)[inverse])
+        return [float(s) for s in seconds]
+
     def _one(self, load: ReplicaLoad, mean_rows: float, mean_kept_rows: float) -> float:
         key = (load, mean_rows, mean_kept_rows)
         seconds = self._known.get(key)
         if seconds is None:
             shape = step_shape(load, mean_rows, mean_kept_rows, self._settings.graph_rows)
-            seconds = self._known[key] = float(step_cost(self._graph, shape, self._costs).seconds)
+            seconds = self._known[key] = self._steps.seconds(shape)
         return seconds
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from deepinfer.cost.model import CostModel, Source
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import StepShape
-from deepinfer.numeric import Num, larger
+from deepinfer.numeric import Num
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,45 @@ def step_cost(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> Step
     Exact for streams that execute in issue order; `backends.sim` reproduces it event by event.
     """
     seconds, source = operator_seconds(graph, shape, costs)
-    ends = finish_times(graph, seconds)
-    makespan: Num = 0.0
-    for position in graph.last_steps:
-        makespan = larger(makespan, ends[position])
-    return StepCost(makespan, source)
+    return StepCost(makespan(graph, seconds), source)
+
+
+class StepCosts:
+    """Makespans of single steps of one graph, each operator costed once for all shapes on which it does equal work."""
+
+    def __init__(self, graph: ExecutionGraph, costs: CostModel) -> None:
+        self.graph, self._costs = graph, costs
+        self._known: list[dict[Hashable, float]] = [{} for _ in graph.operators]
+
+    def seconds(self, shape: StepShape) -> float:
+        """The same as `step_cost` for one shape, not an array of them."""
+        seconds: list[Num] = []
+        for operator, known in zip(self.graph.operators, self._known, strict=True):
+            key = operator.key(shape)
+            cost = known.get(key)
+            if cost is None:
+                cost = known[key] = float(self._costs.cost(operator, operator.work(shape)).seconds)
+            seconds.append(cost)
+        return float(makespan(self.graph, seconds))
+
+
+def makespan(graph: ExecutionGraph, seconds: Sequence[Num]) -> Num:
+    """When the last operator ends, given the seconds of each of `graph.operators`."""
+    latest = _maximum(seconds)
+    lengths: dict[tuple[int, ...], Num] = {}
+    ends: list[Num] = []
+    for operators, after in graph.runs:
+        length = lengths.get(operators)
+        if length is None:
+            length = lengths[operators] = sum((seconds[i] for i in operators), 0.0)
+        start: Num = 0.0
+        for i in after:
+            start = latest(start, ends[i])
+        ends.append(start + length)
+    end: Num = 0.0
+    for one in ends:
+        end = latest(end, one)
+    return end
 
 
 def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> list[PathItem]:
@@ -73,8 +107,7 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
 
 def finish_times(graph: ExecutionGraph, seconds: Sequence[Num]) -> list[Num]:
     """When each of `graph.steps` ends, given the seconds of each of `graph.operators`."""
-    # The builtin is several times as fast as NumPy for the single shapes of a simulation.
-    latest: Callable[[Num, Num], Num] = np.maximum if any(isinstance(s, np.ndarray) for s in seconds) else max
+    latest = _maximum(seconds)
     ends: list[Num] = []
     for index, after in graph.steps:
         start: Num = 0.0
@@ -84,3 +117,8 @@ def finish_times(graph: ExecutionGraph, seconds: Sequence[Num]) -> list[Num]:
                 start = latest(start, ends[i])
         ends.append(start + seconds[index])
     return ends
+
+
+def _maximum(seconds: Sequence[Num]) -> Callable[[Num, Num], Num]:
+    """For numbers the builtin, which is several times as fast as NumPy's."""
+    return np.maximum if any(isinstance(s, np.ndarray) for s in seconds) else max

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.scheduler import Scheduler
-from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
+from deepinfer.scheduler.scheduler import FOREVER, Scheduler
+from deepinfer.scheduler.step import DecodeBatch, Ints, StepOutput, StepPlan, StepResult
 
 Plans = tuple[StepPlan | None, ...]
 """One plan per replica of the core; None for a replica that only takes part in the collectives."""
@@ -74,20 +74,45 @@ class Deliver:
     outputs: tuple[StepOutput | None, ...]
 
 
-Wish = Arrivals | Agree | Submit | Collect | Deliver
-Answer = Arrived | Activity | int | tuple[StepResult | None, ...] | None
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Wants the last decision repeated up to `most` times at once, while no request arrives; answered by `Advanced`.
+
+    Per replica: the batch it would decode next (None: nothing), and the tokens that its requests may still generate,
+    fewer than which they must keep. A driver that has nothing to gain answers that it did no step.
+    """
+
+    batches: tuple[DecodeBatch | None, ...]
+    rooms: tuple[Ints | None, ...]
+    most: int
 
 
-def run_engine(schedulers: Sequence[Scheduler], asynchronous: bool) -> Generator[Wish, Answer, None]:
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """What came of it: steps done, and the tokens that each replica's requests kept in them."""
+
+    num_steps: int
+    kept: tuple[Ints | None, ...]
+
+
+Wish = Advance | Arrivals | Agree | Submit | Collect | Deliver
+Answer = Advanced | Arrived | Activity | int | tuple[StepResult | None, ...] | None
+
+
+def run_engine(
+    schedulers: Sequence[Scheduler], asynchronous: bool, skip_ahead: bool = False
+) -> Generator[Wish, Answer, None]:
     """Run the replicas of one step group until no process of the group has a request left or will get one.
 
     Asynchronous: step N + 1 is decided and submitted before step N is collected. Synchronous: after. Requests must
-    fit their scheduler (`Scheduler.fits`).
+    fit their scheduler (`Scheduler.fits`). With `skip_ahead` the driver is offered stretches of equal decisions.
     """
     depth = 1 if asynchronous else 0
     in_flight: deque[tuple[int, Plans]] = deque()
     closed = False
     while True:
+        if skip_ahead and len(in_flight) == depth:
+            yield from _skip_ahead(schedulers)
         idle = not in_flight and not any(s.num_running or s.num_waiting for s in schedulers)
         if not closed:
             arrived = yield Arrivals(block=idle)
@@ -105,6 +130,24 @@ def run_engine(schedulers: Sequence[Scheduler], asynchronous: bool) -> Generator
             yield from _take_in(schedulers, *in_flight.popleft())
         elif activity == Activity.DRAINED:
             return
+
+
+def _skip_ahead(schedulers: Sequence[Scheduler]) -> Generator[Wish, Answer, None]:
+    """Offer the driver the stretch over which no decision can differ from the last one."""
+    most = min(scheduler.steady_steps() for scheduler in schedulers)
+    if not 1 < most < FOREVER:
+        return
+    busy = [scheduler.num_running > 0 for scheduler in schedulers]
+    advanced = yield Advance(
+        batches=tuple(s.decoding() if b else None for s, b in zip(schedulers, busy, strict=True)),
+        rooms=tuple(s.room() if b else None for s, b in zip(schedulers, busy, strict=True)),
+        most=most,
+    )
+    assert isinstance(advanced, Advanced)
+    if advanced.num_steps:
+        for scheduler, kept in zip(schedulers, advanced.kept, strict=True):
+            if kept is not None:
+                scheduler.advance(kept)
 
 
 def _activity(plans: Plans, busy: bool) -> Activity:

@@ -33,6 +33,13 @@ class Step(NamedTuple):
     after: tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Operators (indices into `ExecutionGraph.operators`) issued one behind the other, after the ends of other runs."""
+
+    operators: tuple[int, ...]
+    after: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ExecutionGraph:
     """Blocks in execution order; the same `Block` object may appear many times.
@@ -54,10 +61,26 @@ class ExecutionGraph:
         return tuple(self._unroll())
 
     @cached_property
-    def last_steps(self) -> tuple[int, ...]:
-        """Positions of the last step on each stream: the step is over when they are."""
+    def runs(self) -> tuple[Run, ...]:
+        """The unrolled graph with operators that only ever follow one another on a stream taken together.
+
+        It has the same makespan as `steps` and, for models of this kind, less than half as many members.
+        """
         streams = [operator.stream for block in self.blocks for operator in block.operators]
-        return tuple({stream: position for position, stream in enumerate(streams)}.values())
+        awaited = {p for i, step in enumerate(self.steps) for p in step.after if streams[p] != streams[i]}
+        run_of: list[int] = []
+        found: list[tuple[list[int], tuple[int, ...]]] = []
+        last: dict[str, int] = {}
+        for position, (operator, after) in enumerate(self.steps):
+            previous = last.get(streams[position])
+            if previous is not None and after == (previous,) and previous not in awaited:
+                run_of.append(run_of[previous])
+                found[run_of[previous]][0].append(operator)
+            else:
+                run_of.append(len(found))
+                found.append(([operator], tuple(sorted({run_of[p] for p in after}))))
+            last[streams[position]] = position
+        return tuple(Run(tuple(operators), after) for operators, after in found)
 
     def _unroll(self) -> Iterator[Step]:
         index = {operator: i for i, operator in enumerate(self.operators)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -65,7 +65,8 @@ class Work:
 class Operator:
     """One operator of an execution graph: reads `inputs`, writes `outputs` (named slots), runs on `stream`.
 
-    Operators are compared by identity.
+    `work` depends on nothing of the shape but its `key`: shapes with equal keys have equal work. Operators are compared
+    by identity.
     """
 
     name: str
@@ -73,4 +74,5 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     work: Callable[[StepShape], Work]
+    key: Callable[[StepShape], Hashable]
     stream: Stream = "compute"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.scheduler.step import Ints, StepPlan
+from deepinfer.scheduler.step import DecodeBatch, Ints, StepPlan
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,9 +36,7 @@ class RunRecord:
         self.steps = StepColumns()
         self.delivery_s: array[float] = array("d")
         self.delivery_tokens: array[int] = array("q")
-        self._gaps: list[Floats] = []
-        self._gap_tokens: list[Ints] = []
-        self._gaps_s: list[float] = []
+        self._intervals: list[tuple[float, Floats, Ints, int]] = []
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
@@ -48,26 +46,36 @@ class RunRecord:
         """Note that requests got new tokens at `now`; each id occurs once."""
         last = self.last_token_s[request_ids]
         later = last >= 0
-        self._gaps_s.append(now)
-        if later.all():
-            self._gaps.append(now - last)
-            self._gap_tokens.append(tokens)
-        else:
+        if not later.all():
             self.first_token_s[request_ids[~later]] = now
-            self._gaps.append(now - last[later])
-            self._gap_tokens.append(tokens[later])
+        gaps = now - last[later]
+        self._intervals.append((now, gaps, np.ones(len(gaps), dtype=np.int64), int(tokens[later].sum())))
         self.last_token_s[request_ids] = now
         self.output_tokens[request_ids] += tokens
+        self.delivery_s.append(now)
+        self.delivery_tokens.append(int(tokens.sum()))
 
-    def gaps(self, start_s: float = -math.inf, end_s: float = math.inf) -> tuple[Floats, Ints]:
-        """Seconds between two deliveries to a request, and the tokens delivered at the second, which is in the range.
+    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
+        """Note that the same requests got tokens at each of `times`: `tokens` has a row per time, a column per id."""
+        self.deliver(request_ids, tokens[0], float(times[0]))
+        everyone = np.asarray([len(request_ids)], dtype=np.int64)
+        for before, now, row in zip(times[:-1], times[1:], tokens[1:].sum(axis=1), strict=True):
+            self._intervals.append((float(now), np.asarray([now - before]), everyone, int(row)))
+        self.last_token_s[request_ids] = times[-1]
+        self.output_tokens[request_ids] += tokens[1:].sum(axis=0)
+        self.delivery_s.extend(times[1:])
+        self.delivery_tokens.extend(tokens[1:].sum(axis=1))
 
-        The first of those tokens has this inter-token latency, the others of the same step have 0.
+    def gaps(self, start_s: float = -math.inf, end_s: float = math.inf) -> tuple[Floats, Ints, int]:
+        """Seconds between two deliveries to a request, how many requests waited so long, and all tokens delivered.
+
+        Over deliveries in the range, a request's first token left out. One token of each delivery to a request has its
+        gap as inter-token latency, the others of the same step have 0.
         """
-        inside = [i for i, now in enumerate(self._gaps_s) if start_s <= now <= end_s]
-        if not inside:
-            return np.zeros(0), np.zeros(0, dtype=np.int64)
-        return np.concatenate([self._gaps[i] for i in inside]), np.concatenate([self._gap_tokens[i] for i in inside])
+        inside = [x for x in self._intervals if start_s <= x[0] <= end_s]
+        seconds = [np.zeros(0), *(x[1] for x in inside)]
+        counts = [np.zeros(0, dtype=np.int64), *(x[2] for x in inside)]
+        return np.concatenate(seconds), np.concatenate(counts), sum(x[3] for x in inside)
 
 
 @dataclass(slots=True)
@@ -93,3 +101,16 @@ class StepColumns:
         self.prefill_rows.append(sum(chunk.rows for plan in plans for chunk in plan.prefill))
         self.context_tokens.append(sum(int(plan.decode.contexts.sum()) for plan in plans))
         self.kept_tokens.append(kept_tokens)
+
+    def append_stretch(
+        self, ends_s: Floats, seconds: Sequence[float], batches: Sequence[DecodeBatch], contexts: Ints, kept: Ints
+    ) -> None:
+        """Note steps that decode the same batches; `contexts` and `kept` are sums over all requests, one per step."""
+        num_steps = len(ends_s)
+        self.end_s.extend(ends_s)
+        self.seconds.extend(seconds)
+        self.decodes.extend([sum(len(batch) for batch in batches)] * num_steps)
+        self.decode_rows.extend([sum(batch.num_rows for batch in batches)] * num_steps)
+        self.prefill_rows.extend([0] * num_steps)
+        self.context_tokens.extend(contexts)
+        self.kept_tokens.extend(kept)

@@ -93,7 +93,6 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     )
     delivered = _within(np.asarray(record.delivery_s), start, end)
     output = float(np.asarray(record.delivery_tokens)[delivered].sum())
-    gaps, kept = record.gaps(start, end)
     tpot_figures = _percentiles(tpot[done & (later_tokens > 0)])
     gpu_seconds = seconds * record.num_gpus
     return Summary(
@@ -110,7 +109,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         tau=kept_tokens / decodes if decodes else 1.0,
         ttft_s=_percentiles(ttft[_within(record.first_token_s, start, end)]),
         tpot_s=tpot_figures,
-        itl_s=_token_percentiles(gaps, kept),
+        itl_s=_token_percentiles(*record.gaps(start, end)),
         e2e_s=_percentiles((record.finish_s - record.arrival_s)[done]),
         goodput=float(good.sum() / done.sum()),
         running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
@@ -140,16 +139,16 @@ def _percentiles(values: Floats) -> Percentiles:
     return Percentiles(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99)
 
 
-def _token_percentiles(gaps: Floats, tokens: npt.NDArray[np.int64]) -> Percentiles:
-    """Inter-token latencies: one gap per delivery, and zeros for the tokens that came with it."""
-    total = int(tokens.sum())
-    if not total:
+def _token_percentiles(gaps: Floats, counts: npt.NDArray[np.int64], num_tokens: int) -> Percentiles:
+    """Inter-token latencies: each gap counts so many times, and the tokens that came with others count as 0."""
+    if not num_tokens:
         return _percentiles(gaps)
-    order = np.sort(gaps)
-    zeros = total - len(order)
+    order = np.argsort(gaps, kind="stable")
+    zeros = num_tokens - int(counts.sum())
+    reached = zeros + np.cumsum(counts[order])
 
     def at(percentile: float) -> float:
-        rank = int(np.ceil(percentile / 100 * total)) - 1
-        return 0.0 if rank < zeros else float(order[rank - zeros])
+        rank = int(np.ceil(percentile / 100 * num_tokens))
+        return 0.0 if rank <= zeros else float(gaps[order[np.searchsorted(reached, rank)]])
 
-    return Percentiles(mean=float(gaps.sum() / total), p50=at(50), p90=at(90), p95=at(95), p99=at(99))
+    return Percentiles(mean=float(gaps @ counts / num_tokens), p50=at(50), p90=at(90), p95=at(95), p99=at(99))

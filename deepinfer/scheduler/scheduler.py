@@ -20,6 +20,9 @@ from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.step import BlockTable, DecodeBatch, Ints, PrefillChunk, StepOutput, StepPlan, StepResult
 from deepinfer.scheduler.table import DecodeTable, Sequence
 
+FOREVER = 1 << 30
+"""More steps than any run has."""
+
 
 def first_come_first_served(request: Request) -> tuple[float, int]:
     """Order by arrival, then id."""
@@ -89,6 +92,7 @@ class Scheduler:
         self._draining: list[Sequence] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._next_index = 0
+        self._steady_version = -1
         self._unreported: list[int] = []  # preempted by a decision that had no step to carry the news
         self.num_preemptions = 0
         self.num_hit_tokens = 0
@@ -112,6 +116,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that `fits`."""
         bisect.insort(self._waiting, Sequence(request, request.prompt_tokens, 0), key=self._order)
+        self._steady_version = -1
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when there is nothing to compute."""
@@ -121,6 +126,8 @@ class Scheduler:
         batch, in_flight = self._plan_decodes(draft)
         self._plan_prefills(draft)
         self._unreported += draft.preempted
+        everyone = not draft.chunks and not draft.preempted and isinstance(in_flight.rows, slice)
+        self._steady_version = self._decoding.version if everyone else -1
         if not draft.chunks and not len(batch):
             return None
         plan = StepPlan(self._next_index, tuple(draft.chunks), batch, tuple(draft.tables), tuple(self._unreported))
@@ -145,6 +152,45 @@ class Scheduler:
         for sequence in ended:
             self._stop(sequence)
         return StepOutput(ids, tokens, tuple(s.request.id for s in ended))
+
+    def steady_steps(self) -> int:
+        """For how many more steps the next decisions can only be the last one again, unless a request ends or arrives.
+
+        That was to decode every admitted request, and to admit none. Its memory must last whatever drafts are kept.
+        """
+        table, rows = self._decoding, self.config.nextn + 1
+        if not len(table):
+            return 0 if self._waiting or self._prefilling else FOREVER
+        if self._steady_version != table.version:
+            return 0
+        spare_blocks = self.pool.num_free // len(table) - 1
+        return max(spare_blocks * self.config.block_tokens // rows - len(self._in_flight) - 1, 0)
+
+    def decoding(self) -> DecodeBatch:
+        """The batch that the next decision decodes if it is the last one again."""
+        table, rows = self._decoding, self.config.nextn + 1
+        contexts = table.column("cached") + table.column("in_flight") * rows
+        return DecodeBatch(table.column("request_id").copy(), contexts, self.config.nextn)
+
+    def room(self) -> Ints:
+        """Tokens that each request of `decoding()` may still generate."""
+        return self._decoding.column("limit") - self._decoding.column("generated")
+
+    def advance(self, kept: Ints) -> None:
+        """Take in several repetitions of the last decision at once: the tokens each request of `decoding()` kept.
+
+        As many steps are in flight after them as before. Nobody may have ended (`room`), nor memory run out
+        (`steady_steps`).
+        """
+        table, rows = self._decoding, self.config.nextn + 1
+        table.column("cached")[:] += kept
+        table.column("generated")[:] += kept
+        # Blocks as the last repetition needed them when it was decided.
+        needed = table.column("cached") + np.maximum(table.column("in_flight"), 1) * rows
+        for row in np.flatnonzero(needed > table.column("capacity")):
+            sequence = table.sequences[row]
+            sequence.blocks += self.pool.allocate(self._blocks_for(int(needed[row])) - len(sequence.blocks))
+            table.column("capacity")[row] = len(sequence.blocks) * self.config.block_tokens
 
     def check_integrity(self) -> None:
         """Assert the invariants between steps; tests call it after every step."""

@@ -48,25 +48,25 @@ class Acceptance(BaseModel):
         """Mean tokens kept per step and request, the bonus token included."""
         return 1.0 + sum(self.survival(nextn))
 
-    def draw(self, seed: int, request_ids: Ints, positions: Ints, nextn: int) -> Ints:
-        """Tokens kept by requests that verify `nextn` drafts at so many generated tokens (arrays alike in shape).
+    def draw(self, seed: int, request_ids: Ints, rounds: Ints, nextn: int) -> Ints:
+        """Tokens kept by requests that verify `nextn` drafts for so-many-th time (arrays that broadcast).
 
-        Each is a function of (seed, request, position) alone, whatever the batch, the process or the order of calls.
+        Each is a function of (seed, request, round) alone, whatever the batch, the process or the order of calls.
         """
         if nextn == 0:
-            return np.ones(len(request_ids), dtype=np.int64)
+            return np.ones(np.broadcast_shapes(request_ids.shape, rounds.shape), dtype=np.int64)
         # tokens > k exactly when u < survival[k - 1]: one uniform gives the whole accepted prefix.
         survival = np.asarray(self.survival(nextn))[::-1]
-        kept: Ints = 1 + nextn - np.searchsorted(survival, _uniform(seed, request_ids, positions), side="right")
+        kept: Ints = 1 + nextn - np.searchsorted(survival, _uniform(seed, request_ids, rounds), side="right")
         return kept
 
 
-def _uniform(seed: int, request_ids: Ints, positions: Ints) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1): SplitMix64 of (seed, request, position) (Steele et al., OOPSLA 2014)."""
+def _uniform(seed: int, request_ids: Ints, rounds: Ints) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1): SplitMix64 of (seed, request, round) (Steele et al., OOPSLA 2014)."""
     with np.errstate(over="ignore"):
         key = _mix(np.asarray(seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64) + _GOLDEN)
         key = _mix(key ^ (request_ids.astype(np.uint64) + _GOLDEN))
-        words = _mix(key + positions.astype(np.uint64) * _GOLDEN)
+        words = _mix(key + rounds.astype(np.uint64) * _GOLDEN)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

@@ -110,13 +110,12 @@ class OperatorList:
         kind: OpKind,
         flow: tuple[str, str],
         work: Callable[[StepShape], Work],
+        key: Callable[[StepShape], object],
         stream: Stream = "compute",
     ) -> None:
         """Append an operator; `flow` is ("inputs separated by blanks", "outputs separated by blanks")."""
-        inputs, outputs = flow
-        self.operators.append(
-            Operator(self.prefix + name, kind, tuple(inputs.split()), tuple(outputs.split()), work, stream)
-        )
+        inputs, outputs = (tuple(slots.split()) for slots in flow)
+        self.operators.append(Operator(self.prefix + name, kind, inputs, outputs, work, key, stream))
 
     def gemm(
         self, name: str, flow: tuple[str, str], rows: RowsOf, k: int, n: int, fmt: WeightFormat, groups: int = 1
@@ -135,7 +134,7 @@ class OperatorList:
                 rows=m,
             )
 
-        self.add(name, OpKind.GEMM, flow, work)
+        self.add(name, OpKind.GEMM, flow, work, rows)
 
     def elementwise(
         self,
@@ -153,7 +152,7 @@ class OperatorList:
             weights = tf32_parameters * FP32.bytes_per_parameter * smaller(m, 1.0)
             return Work(2.0 * tf32_parameters * m, "tf32", read * m + weights, written * m, m)
 
-        self.add(name, OpKind.ELEMENTWISE, flow, work)
+        self.add(name, OpKind.ELEMENTWISE, flow, work, rows)
 
     def collective(
         self,
@@ -161,6 +160,7 @@ class OperatorList:
         kind: OpKind,
         flow: tuple[str, str],
         message: Callable[[StepShape], tuple[Num, Num]],
+        key: Callable[[StepShape], object],
         peers: int,
         pattern: Pattern,
     ) -> None:
@@ -170,7 +170,7 @@ class OperatorList:
             up, out = message(shape)
             return Work(message=Message(pattern, up, out, peers))
 
-        self.add(name, kind, flow, work, "comm")
+        self.add(name, kind, flow, work, key, "comm")
 
 
 def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, view: View) -> None:
@@ -188,18 +188,30 @@ def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, vie
         # Issued between dispatch and the routed experts, so that it fills the time of the exchange.
         ops.gemm("shared_up", ("ffn_in", "shared_mid"), rows, hidden, 2 * width, dense)
         ops.gemm("shared_down", ("shared_mid", "shared_out"), rows, width, hidden, dense)
-    ops.add("experts", OpKind.GROUPED_GEMM, ("dispatched", "expert_out"), _expert_work(ctx, ffn, view))
+    ops.add(
+        "experts",
+        OpKind.GROUPED_GEMM,
+        ("dispatched", "expert_out"),
+        _expert_work(ctx, ffn, view),
+        _expert_tokens(ctx, view),
+    )
     _exchange(ctx, ops, ffn, view, "combine")
+
+
+def _expert_tokens(ctx: BuildContext, view: View) -> RowsOf:
+    """Tokens that a whole expert group sends to its experts."""
+    cp, ep = ctx.cp, ctx.layout.ep
+    return lambda shape: view(shape).expert_rows / cp * ep
 
 
 def _expert_work(ctx: BuildContext, moe: MoE, view: View) -> Callable[[StepShape], Work]:
     """Gate, up, activation and down of the busiest rank's experts, one operator."""
     hidden, fmt, ep = ctx.model.hidden_size, ctx.model.expert_format, ctx.layout.ep
-    cp, local = ctx.cp, moe.num_experts / ep
+    local, tokens_of = moe.num_experts / ep, _expert_tokens(ctx, view)
     parameters = 3.0 * hidden * moe.width
 
     def work(shape: StepShape) -> Work:
-        tokens = view(shape).expert_rows / cp * ep
+        tokens = tokens_of(shape)
         expert_rows = tokens * moe.topk / ep * busiest_over_mean(tokens * moe.topk, ep)
         touched = local * (1.0 - (1.0 - moe.topk / moe.num_experts) ** tokens)
         return Work(
@@ -223,16 +235,16 @@ def _exchange(ctx: BuildContext, ops: OperatorList, moe: MoE, view: View, name: 
         # All experts are local: the permutation is part of the grouped product.
         ops.elementwise(name, flow, ctx.rows(view), (0.0, 0.0))
         return
-    copies = distinct_ranks(moe, ep)
+    copies, tokens_of = distinct_ranks(moe, ep), _expert_tokens(ctx, view)
     per_copy = ctx.model.hidden_size * (FP8_ACTIVATION_BYTES if name == "dispatch" else ACTIVATION_BYTES)
 
     def message(shape: StepShape) -> tuple[Num, Num]:
         # The collective ends with the busiest rank, which receives more than it sends.
-        tokens = view(shape).expert_rows / ctx.cp * ep
+        tokens = tokens_of(shape)
         total = tokens / ep * copies * per_copy * busiest_over_mean(tokens * moe.topk, ep)
         return ctx.link_bytes(total, ep)
 
-    ops.collective(name, OpKind(name), flow, message, ep, "all_to_all")
+    ops.collective(name, OpKind(name), flow, message, tokens_of, ep, "all_to_all")
 
 
 def distinct_ranks(moe: MoE, ep: int) -> float:
@@ -267,6 +279,7 @@ def gather_kv_operator(
             OpKind.ALL_GATHER,
             (slot, slot),
             lambda s: ctx.link_bytes(view(s).rows * entry_bytes, cp),
+            lambda s: view(s).rows,
             cp,
             "all_gather",
         )
@@ -282,7 +295,7 @@ def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tup
         m = rows(shape)
         return Work(precision="bf16", bytes_read=m * vocab * 4.0, bytes_written=m * 8.0, rows=m)
 
-    ops.add("sample", OpKind.SAMPLE, ("logits", target), work)
+    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
 
 
 def total(sequences: tuple[Sequences, ...], per_sequence: Callable[[Sequences], Num]) -> Num:

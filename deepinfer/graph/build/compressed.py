@@ -64,7 +64,7 @@ def stream_embedding(ctx: BuildContext) -> Block:
         m = rows(shape)
         return Work(bytes_read=m * row_bytes, bytes_written=m * row_bytes * ctx.model.hc_mult, rows=m)
 
-    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work)
+    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work, rows)
     return Block("embedding", tuple(ops.operators))
 
 
@@ -161,9 +161,12 @@ def _sparse_attention(
             return 0.0
         return visible_entries(s.context, s.rows, attention.ratio, attention.topk)
 
-    def work(shape: StepShape) -> Work:
+    def of_phase(shape: StepShape) -> tuple[Sequences, ...]:
         seen = view(shape)
-        sequences = decode_group(seen) if phase == "decode" else seen.prefill
+        return decode_group(seen) if phase == "decode" else seen.prefill
+
+    def work(shape: StepShape) -> Work:
+        sequences = of_phase(shape)
         window = total(sequences, window_entries) / ctx.cp
         selected = total(sequences, global_entries) / ctx.cp
         m = total(sequences, lambda s: s.rows) / ctx.cp
@@ -175,4 +178,4 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work)
+    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work, of_phase)

@@ -60,6 +60,7 @@ def _embedding(ctx: BuildContext, view: View) -> Block:
         OpKind.GATHER,
         ("tokens", "ffn_out"),
         lambda s: Work(bytes_read=rows(s) * row_bytes, bytes_written=rows(s) * row_bytes),
+        rows,
     )
     return Block("embedding", tuple(ops.operators))
 

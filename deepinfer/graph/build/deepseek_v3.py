@@ -52,7 +52,13 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
         )
 
     def core() -> None:
-        ops.add("attention_decode", OpKind.ATTENTION_DECODE, ("q_absorbed kv", "attn_latent"), work)
+        ops.add(
+            "attention_decode",
+            OpKind.ATTENTION_DECODE,
+            ("q_absorbed kv", "attn_latent"),
+            work,
+            lambda s: view(s).decode,
+        )
 
     absorbed_operators(ops, attention, rows, core)
 
@@ -79,4 +85,6 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
         )
 
     ops.gemm("kv_b", ("kv", "keys_values"), cached, attention.kv_lora_rank, width, ctx.model.dense_format)
-    ops.add("attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work)
+    ops.add(
+        "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill
+    )

@@ -20,7 +20,7 @@ from deepinfer.graph.build.indexer import IndexScan, indexer_operators
 from deepinfer.graph.build.latent import absorbed_operators, output_operator, query_operators
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import OpKind, Work
-from deepinfer.graph.shape import StepShape, View, visible_entries
+from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
 from deepinfer.model.spec import LatentAttention, LayerSpec
 from deepinfer.numeric import larger
 
@@ -62,9 +62,12 @@ def _sparse_attention(
     latent = rank + attention.rope_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 
-    def work(shape: StepShape) -> Work:
+    def of_phase(shape: StepShape) -> tuple[Sequences, ...]:
         seen = view(shape)
-        sequences = decode_group(seen) if phase == "decode" else seen.prefill
+        return decode_group(seen) if phase == "decode" else seen.prefill
+
+    def work(shape: StepShape) -> Work:
+        sequences = of_phase(shape)
         selected = total(sequences, lambda s: visible_entries(s.context, s.rows, 1.0, topk)) / ctx.cp
         m = total(sequences, lambda s: s.rows) / ctx.cp
         return Work(
@@ -75,4 +78,4 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q_absorbed kv selected", "attn_latent"), work)
+    ops.add(f"attention_{phase}", kind, ("q_absorbed kv selected", "attn_latent"), work, of_phase)

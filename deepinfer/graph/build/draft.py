@@ -69,6 +69,8 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
         )
 
     for position in range(draft.block_size):
-        ops.add(f"markov_{position}", OpKind.GEMM, ("draft_logits draft_tokens", "draft_tokens"), markov)
+        ops.add(
+            f"markov_{position}", OpKind.GEMM, ("draft_logits draft_tokens", "draft_tokens"), markov, ctx.rows(view)
+        )
     blocks.append(Block("draft head", tuple(ops.operators)))
     return blocks

@@ -34,6 +34,9 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
     ops.gemm("index_weights", ("attn_in", "index_w"), rows, ctx.model.hidden_size, heads, BF16)
     precision = _key_precision(ctx.model.kv.index_bytes / dim)
 
+    def sequences(shape: StepShape) -> object:
+        return view(shape).sequences
+
     def scored(shape: StepShape) -> Num:
         def of(s: Sequences) -> Num:
             return visible_entries(s.context, s.rows, scan.ratio, scan.limit)
@@ -62,8 +65,8 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
     def topk(shape: StepShape) -> Work:
         return Work(bytes_read=scored(shape) * SCORE_BYTES, bytes_written=rows(shape) * scan.topk * 4.0)
 
-    ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score)
-    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk)
+    ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score, sequences)
+    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk, sequences)
 
 
 def _key_precision(bytes_per_number: float) -> Precision:

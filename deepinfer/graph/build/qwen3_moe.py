@@ -15,7 +15,7 @@ from deepinfer.graph.build.common import (
 from deepinfer.graph.build.decoder import decoder_blocks
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import OpKind, Work
-from deepinfer.graph.shape import StepShape, View, visible_entries
+from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
 from deepinfer.model.spec import GroupedQueryAttention, LayerSpec
 from deepinfer.numeric import larger
 
@@ -58,9 +58,14 @@ def _core(
     """Causal attention over the whole context; the queries of a group share their reads of keys and values."""
     q_dim, group = attention.num_heads * attention.head_dim, attention.num_heads // attention.num_kv_heads
 
+    decoding = phase == "decode"
+
+    def of_phase(shape: StepShape) -> tuple[Sequences, ...]:
+        seen = view(shape)
+        return decode_group(seen) if decoding else seen.prefill
+
     def work(shape: StepShape) -> Work:
-        decoding = phase == "decode"
-        sequences = decode_group(view(shape)) if decoding else view(shape).prefill
+        sequences = of_phase(shape)
         pairs = total(sequences, lambda s: visible_entries(s.context, s.rows)) / ctx.cp
         m = total(sequences, lambda s: s.rows) / ctx.cp
         # The ranks of a replica share its decoding requests; every one of them reads the prompts' whole context.
@@ -73,5 +78,5 @@ def _core(
             rows=group * per_sequence if decoding else pairs / larger(m, 1e-9),
         )
 
-    kind = OpKind.ATTENTION_DECODE if phase == "decode" else OpKind.ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q kv", "attn_heads"), work)
+    kind = OpKind.ATTENTION_DECODE if decoding else OpKind.ATTENTION_PREFILL
+    ops.add(f"attention_{phase}", kind, ("q kv", "attn_heads"), work, of_phase)
