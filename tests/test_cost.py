@@ -218,7 +218,7 @@ def test_fp4_products_run_at_the_fp8_rate_where_there_is_no_fp4() -> None:
 def test_fp4_index_scores_run_at_the_rate_of_fp8_keys(hardware: str) -> None:
     """Whatever the part's FP4 peak is: twice FP8's on B200, three times on B300."""
     costs = CostModel(load_hardware(hardware))
-    scan = Operator("index_score", OpKind.INDEX_SCORE, (), (), lambda _: Work())
+    scan = next(o for o in graph(V41, hardware, ParallelLayout()).operators if o.kind is OpKind.INDEX_SCORE)
     fp4, fp8 = (costs.cost(scan, Work(1e15, precision)).seconds for precision in ("fp4", "fp8"))
     assert fp4 == fp8
     assert fp8 == pytest.approx(1e15 / (0.322 * costs.accelerator.peak_flops_per_s("fp8")), rel=1e-3)
