@@ -76,13 +76,11 @@ class Diary:
             self.steps.append(step)
             decode = DecodeBatch(np.arange(len(contexts)), np.array(contexts, dtype=np.int64), step.drafts)
             plan = StepPlan(0, (PrefillChunk(0, 0, step.prompt_rows, step.prompt_rows, False),), decode)
-            self.record.steps.append(step.end_s, step.seconds, [plan], step.kept)
+            self.record.steps.append(step.end_s, step.seconds, [plan], sum(contexts), step.kept)
 
     def _deliver(self, now: float, ids: list[int], counts: list[int]) -> None:
         counts = [1 if not self.tokens[i] else n for i, n in zip(ids, counts, strict=True)]
         self.record.deliver(np.array(ids, dtype=np.int64), np.array(counts, dtype=np.int64), now)
-        self.record.delivery_s.append(now)
-        self.record.delivery_tokens.append(sum(counts))
         for i, n in zip(ids, counts, strict=True):
             self.tokens[i] += [now] * n
             self.deliveries[i].append((now, n))

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from backends.sim import SimBackend
-from backends.sim.group import Verifier
 from backends.sim.steptime import StepTimer
+from backends.sim.verifier import Verifier
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
@@ -386,14 +386,14 @@ def test_few_rows_deep_in_a_long_prompt_can_be_the_slowest() -> None:
     assert timer.seconds(plans) == pytest.approx(slowest_by_force(deployment, plans), rel=0.045)
 
 
-def test_drafts_are_drawn_at_the_tokens_kept_before() -> None:
-    """A request's draws depend on how many it has kept, whoever else is in the step."""
+def test_drafts_are_drawn_by_request_and_round() -> None:
+    """A request's draws depend on how often it has verified, whoever else is in the step."""
     verifier = Verifier(ACCEPTANCE, seed=9, nextn=3, num_requests=4)
-    position = {2: 0, 3: 0}
+    rounds = {2: 0, 3: 0}
     for ids in ([2], [3, 2], [2], [2, 3], [3], [2]):
         plan = StepPlan(0, (), DecodeBatch(np.array(ids), np.zeros(len(ids), dtype=np.int64), 3))
         (result,) = verifier.results((plan,))
         assert result is not None
         for i, kept in zip(ids, result.decode_tokens.tolist(), strict=True):
-            assert kept == ACCEPTANCE.draw(9, np.array([i]), np.array([position[i]]), 3)[0]
-            position[i] += kept
+            assert kept == ACCEPTANCE.draw(9, np.array([i]), np.array([rounds[i]]), 3)[0]
+            rounds[i] += 1

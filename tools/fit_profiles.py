@@ -4,7 +4,8 @@
 
 KERNELS_DIR holds a folder per accelerator with files `NAME.FRAMEWORK-VERSION.csv.gz`: timings of the database
 that aiconfigurator 0.12.0 carries, read by `kernel_data.py`. The model fitted is `CostModel` itself. Of a file's rows,
-sorted by time, every second one is fitted; the others give the errors in the table and in `source`.
+sorted by time, every second one is fitted; the others give the errors in the table and in `source`. Published points
+without a file are all fitted and give errors of their own.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from kernel_data import (
     attention_prefill,
     collective,
     deepep,
+    deepep_v1_rdma,
+    deepep_v2_nvlink,
     elementwise,
     gemm,
     grouped_gemm,
     index_score,
     measured_rows,
     one_sided,
-    rdma,
     sparse_attention_decode,
     sparse_attention_prefill,
 )
@@ -47,6 +49,7 @@ Profile = dict[str, dict[str, Any]]
 FAMILIES = {"hopper": ("h100", "h200"), "blackwell": ("b200", "gb200-nvl72")}
 ABSURD = 4.0  # rows off by more than this factor either way after a first fit are dropped, and counted
 HUBER = 0.15  # log error from which residuals count linearly
+WEIGHT = 20.0  # of a published point in a fit: there are 2 to 5 of them beside some 100 measured rows
 BOUNDS = {  # lowest, starting and highest value
     "startup_s": (5e-7, 8e-6, 1e-4),
     "compute_efficiency": (0.02, 0.6, 0.78),  # DeepGEMM README: at best 1,550 of 1,979 TFLOPS on H800
@@ -60,7 +63,7 @@ BOUNDS = {  # lowest, starting and highest value
 
 @dataclass(frozen=True)
 class Entry:
-    """A profile entry: free and fixed parameters, files by the start of their names, rows without a file."""
+    """A profile entry: free and fixed parameters, files by the start of their names, points without a file."""
 
     key: str
     free: tuple[str, ...]
@@ -69,7 +72,8 @@ class Entry:
     fixed: tuple[tuple[str, float], ...] = ()
     kind: str = "fitted"
     max_rows: int = 1500  # per file, so that none outvotes the others
-    published: tuple[Rows, ...] = ()
+    published: Rows | None = None  # fitted, each with WEIGHT, and never held out
+    published_what: str = ""
 
 
 @lru_cache
@@ -84,7 +88,7 @@ def predict(parts: list[Rows], key: str, values: dict[str, float]) -> Array:
     any_of: Any = precision or "bf16"  # without one there are no FLOPs
     parameters = OperatorParameters.model_validate({**values, "kind": "fitted", "source": "being fitted"})
     profile = CostProfile(family="fit", description="", operators={name: parameters})
-    operator = Operator(name, OpKind(name), (), (), lambda _: Work())
+    operator = Operator(name, OpKind(name), (), (), lambda _: Work(), lambda _: 0)
     seconds = []
     for p in parts:
         message = Message("all_to_all", p.scale_up, p.scale_out, 1)
@@ -94,17 +98,17 @@ def predict(parts: list[Rows], key: str, values: dict[str, float]) -> Array:
     return np.concatenate(seconds)
 
 
-def minimise(residuals: Callable[[Array], Array], x: Array, steps: int = 80) -> Array:
-    """Levenberg-Marquardt with Huber's weights on residuals beyond `HUBER`."""
+def minimise(residuals: Callable[[Array], Array], x: Array, counts: Array, steps: int = 80) -> Array:
+    """Levenberg-Marquardt with Huber's weights on residuals beyond `HUBER`; `counts` says how much each row counts."""
 
     def loss(r: Array) -> float:
         size = np.abs(r)
-        return float(np.sum(np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))))
+        return float(counts @ np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER)))
 
     damping, r = 1e-2, residuals(x)
     for _ in range(steps):
         jacobian = np.stack([(residuals(x + 1e-4 * e) - r) / 1e-4 for e in np.eye(x.size)], axis=1)
-        weight = HUBER / np.maximum(np.abs(r), HUBER)
+        weight = counts * HUBER / np.maximum(np.abs(r), HUBER)
         normal = jacobian.T @ (weight[:, None] * jacobian)
         damped = normal + damping * np.diag(np.diag(normal) + 1e-6)
         trial = np.clip(x - np.linalg.solve(damped, jacobian.T @ (weight * r)), -8.0, 8.0)
@@ -118,6 +122,10 @@ def minimise(residuals: Callable[[Array], Array], x: Array, steps: int = 80) -> 
 
 def fit_rows(entry: Entry, parts: list[Rows]) -> dict[str, float]:
     """Parameters, 3 digits, that fit the logarithms of the times, each moving between its `BOUNDS`."""
+    counts = np.ones(sum(p.seconds.size for p in parts))
+    if entry.published is not None:
+        parts = [*parts, entry.published]
+        counts = np.append(counts, np.full(entry.published.seconds.shape, WEIGHT))
     measured = np.log(np.concatenate([p.seconds for p in parts]))
     low, start, high = np.array([BOUNDS[name] for name in entry.free]).T
 
@@ -127,20 +135,20 @@ def fit_rows(entry: Entry, parts: list[Rows]) -> dict[str, float]:
 
     share = np.log(start / low) / np.log(high / low)
     x = np.log(share / (1 - share))
-    x = minimise(lambda x: np.log(predict(parts, entry.key, values(x))) - measured, x)
+    x = minimise(lambda x: np.log(predict(parts, entry.key, values(x))) - measured, x, counts)
     return {name: float(f"{value:.3g}") for name, value in values(x).items()}
 
 
 def fit_entry(entry: Entry, parts: list[Rows]) -> tuple[dict[str, float], Array, int, int]:
     """Parameters, signed relative errors of the held-out rows, rows fitted, rows dropped as absurd."""
     parts = [p.take(np.argsort(p.seconds)[:: 1 + p.seconds.size // entry.max_rows]) for p in parts]
-    first = fit_rows(entry, [p.take(slice(0, None, 2)) for p in parts] + list(entry.published))
+    first = fit_rows(entry, [p.take(slice(0, None, 2)) for p in parts])
     halves = []
     for half in (0, 1):
         cut = [p.take(slice(half, None, 2)) for p in parts]
         off = [np.abs(np.log(predict([p], entry.key, first) / p.seconds)) for p in cut]
         halves.append([p.take(o < np.log(ABSURD)) for p, o in zip(cut, off, strict=True)])
-    fitted = fit_rows(entry, halves[0] + list(entry.published))
+    fitted = fit_rows(entry, halves[0])
     errors = predict(halves[1], entry.key, fitted) / np.concatenate([p.seconds for p in halves[1]]) - 1
     num_fitted = sum(p.seconds.size for p in halves[0])
     return fitted, errors, num_fitted, sum(p.seconds.size for p in parts) - num_fitted - errors.size
@@ -154,10 +162,14 @@ HBM = ("memory_efficiency", 0.9)  # FlashMLA README: 3,000 of 3,350 GB/s on H800
 SPARSE = {"hopper": ("compute_efficiency", 0.415), "blackwell": ("compute_efficiency", 0.156)}
 FLASHMLA_HBM = "0.9 of HBM from FlashMLA's README"
 START = f"start-up only, 256-1,200 entries a row; {FLASHMLA_HBM}, "
-START += "compute rate from its sparse decode of 128 heads and top-2048"
+START += "compute rate from its sparse decode of 128 heads and top-2048, while V4-class models have 64 heads"
 NEAR, CONTEXT = partial(grouped_gemm, 8, 0), "wideep_context_moe.sglang-0.5.10"
 MOE = {"wideep_generation_moe.": partial(grouped_gemm, 256, 0), CONTEXT: partial(grouped_gemm, 8, 1)}
 MOE |= {"moe.trtllm-1.3.0rc20": NEAR, "moe.vllm-0.24.0": NEAR}
+
+V1_RDMA = "DeepEP V1 README: low-latency, EP16-EP256 on H800, the only data for scale-out"
+V2_NVLINK = "DeepEP V2 README: EP8 on B200, 8K tokens, 64 and 24 SMs; a rank's copies to itself taken off, "
+V2_NVLINK += "the HBM time of its second kernel added"
 
 
 def exchange(phase: str, hopper: bool) -> Entry:
@@ -166,8 +178,9 @@ def exchange(phase: str, hopper: bool) -> Entry:
     files["wideep_deepep_normal."] = partial(deepep, phase, ("_transmit_us", "_notify_us"))
     files["trtllm_alltoall."] = partial(one_sided, phase)
     what = "bytes once per distinct rank, fastest kernel of each size, up to 24 SMs"
-    what += "; scale-out from five times of the DeepEP V1 README, EP16-EP256 on H800" if hopper else ""
-    return Entry(phase, LINK if hopper else LINK[:2], files, what, published=(rdma(phase),) if hopper else ())
+    if hopper:
+        return Entry(phase, LINK, files, what, published=deepep_v1_rdma(phase), published_what=V1_RDMA)
+    return Entry(phase, LINK[:2], files, what, published=deepep_v2_nvlink(phase), published_what=V2_NVLINK)
 
 
 def entries(family: str) -> list[Entry]:
@@ -199,7 +212,7 @@ def entries(family: str) -> list[Entry]:
     ]
 
 
-# Entries without data, from the nearest one with data, and why.
+# Entries that nothing measured or published is behind, from the nearest one, and why.
 BORROWED = {
     "sample": ("topk", "which also makes selecting passes over rows of FP32 numbers"),
     "gather": ("elementwise", "as copies of rows; short scattered rows will do worse"),
@@ -210,26 +223,30 @@ BORROWED = {
 }
 # The line through two times of a top-k over FP32 scores: 2.4 MB in 14.3 us, 116 MB in 112 us, at 7.7 TB/s.
 TOP_K_SOURCE = "TensorRT-LLM's V3.2 and V4 blogs, B200: 64 x 9,295 in 14.3 us, 148 x 196,608 in 112 us"
-TOP_K = {"startup_s": 1.23e-5, "memory_efficiency": 0.152, "kind": "published"}
+TOP_K = {"startup_s": 1.23e-5, "memory_efficiency": 0.152}
 
 
 def add_unmeasured(family: str, profile: Profile) -> None:
-    """Entries that no file measures: top-k from published times, the others from `BORROWED`."""
-    foreign = "" if family == "blackwell" else "; no Hopper number: B200's start-up and share of bandwidth"
-    profile["topk"] = {**TOP_K, "source": TOP_K_SOURCE + foreign}
+    """Entries that no file measures: top-k from published times on B200, the others from `BORROWED`.
+
+    What no number for that operator and family is behind is of kind `roofline`, the weakest.
+    """
+    foreign = family != "blackwell"
+    source = "no data of its own: start-up and share of bandwidth of Blackwell's topk; " if foreign else ""
+    profile["topk"] = {**TOP_K, "kind": "roofline" if foreign else "published", "source": source + TOP_K_SOURCE}
     for key, (near, why) in BORROWED.items():
-        source = f"no data of its own: numbers of {near}, {why}"
-        profile[key] = {**profile[near], "kind": "published", "source": source}
+        source = f"no data of its own: borrowed from {near}, {why}"
+        profile[key] = {**profile[near], "kind": "roofline", "source": source}
     profile["index_score.fp4"]["peak"] = "fp8"
     if foreign:
-        profile["sample"]["source"] += foreign
+        profile["sample"]["source"] += "; these are Blackwell's start-up and share of bandwidth"
 
 
 def complete_blackwell(profile: Profile, hopper: Profile) -> None:
     """Scale-out efficiencies from Hopper."""
     for key in ("dispatch", "combine"):
         profile[key] = {"scale_out_efficiency": hopper[key]["scale_out_efficiency"], **profile[key]}
-        profile[key]["source"] += "; scale-out efficiency is Hopper's"
+        profile[key]["source"] += f"; scale-out efficiency not of Blackwell: borrowed from {key} of Hopper, DeepEP V1"
 
 
 def fit_family(root: Path, family: str) -> Profile:
@@ -242,6 +259,10 @@ def fit_family(root: Path, family: str) -> Profile:
         median, p90 = 100 * np.quantile(np.abs(errors), (0.5, 0.9))
         source = f"aiconfigurator 0.12.0: {', '.join(names)} ({entry.what}); {num_fitted} rows, {num_absurd} off "
         source += f"by over {ABSURD:g}x dropped; median |error| {median:.1f} % on {errors.size} held-out rows"
+        if entry.published is not None:
+            off = 100 * np.abs(predict([entry.published], entry.key, fitted) / entry.published.seconds - 1)
+            source += f"; {off.size} published points, fitted (weight {WEIGHT:g}), off by {np.median(off):.0f} % "
+            source += f"in the median ({entry.published_what})"
         profile[entry.key] = {**fitted, "kind": entry.kind, "source": source}
         numbers = " ".join(f"{name}={value:g}" for name, value in fitted.items())
         print(f"{family:10}{entry.key:30}{num_fitted:6}{errors.size:6}{num_absurd:5}", end="")

@@ -164,13 +164,27 @@ def one_sided(phase: str, t: Array, name: str) -> Rows:
     return Rows(name, t["latency"] * 1e-3, scale_up=sent)
 
 
-def rdma(phase: str) -> Rows:
-    """DeepEP V1 README, low-latency on H800: 128 tokens of 7168, top-8 of 256, EP16 to EP256. Weight 20."""
+def deepep_v1_rdma(phase: str) -> Rows:
+    """DeepEP V1 README, low-latency on H800: 128 tokens of 7168, top-8 of 256, EP16 to EP256."""
     us = {"dispatch": (118, 155, 173, 192, 194), "combine": (195, 273, 314, 369, 360)}[phase]
-    ep = np.tile([16.0, 32.0, 64.0, 128.0, 256.0], 20)
+    ep = np.array([16.0, 32.0, 64.0, 128.0, 256.0])
     sent = sent_bytes(128 * 7168 * (33 / 32 if phase == "dispatch" else 2.0), ep, 256.0, 8.0)
     up, out = sent * 7 / (ep - 1), sent * (ep - 8) / (ep - 1)
-    return Rows("h800", np.tile(us, 20) * 1e-6, scale_up=up, scale_out=out)
+    return Rows("h800", np.array(us) * 1e-6, scale_up=up, scale_out=out)
+
+
+def deepep_v2_nvlink(phase: str) -> Rows:
+    """DeepEP V2 README on 8 B200 with 64 and 24 SMs: 8,192 tokens of 7168, top-8 of 256, FP8 out, BF16 back.
+
+    Its GB/s count what a rank sends itself, and its benchmark (tests/elastic/test_ep.py) times a second kernel apart:
+    one that copies what came, or reads and sums it. That one is added here, at 7.1 TB/s, elementwise's rate on B200.
+    """
+    gb_per_s = np.array({"dispatch": (726, 643), "combine": (740, 675)}[phase])
+    size = 8192 * 7168 * (33 / 32 if phase == "dispatch" else 2.0)
+    sent = sent_bytes(size, 8.0, 256.0, 8.0)
+    copies = sent * 8 / 7
+    second = (2 * copies if phase == "dispatch" else copies + size) / 7.1e12
+    return Rows("b200", copies / (gb_per_s * 1e9) + second, scale_up=np.full(2, sent))
 
 
 def collective(op: str, passes: int, t: Array, name: str) -> Rows:

@@ -86,6 +86,7 @@ class _Run:
                 record.window_start_s = requests[int(WARM_UP * len(requests))].arrival_s
                 record.window_end_s = requests[-1].arrival_s
         for group in self.groups:
+            group.settle()
             for scheduler in group.schedulers:
                 record.num_preemptions += scheduler.num_preemptions
                 record.num_hit_tokens += scheduler.num_hit_tokens

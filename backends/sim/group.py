@@ -26,7 +26,7 @@ from deepinfer.engine.core import (
     run_engine,
 )
 from deepinfer.engine.deployment import Deployment
-from deepinfer.metrics.record import RunRecord
+from deepinfer.metrics.record import RunRecord, SubmittedStep
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.step import StepResult
@@ -35,9 +35,10 @@ Process = Generator[simpy.Event, Any, Any]
 
 
 class _Ticket(NamedTuple):
-    """A submitted step: its plans, its seconds on the device, when it ends, and the event of that."""
+    """A submitted step: its plans, their cached tokens, its seconds on the device, when it ends, the event of that."""
 
     plans: Plans
+    context_tokens: int
     seconds: float
     end_s: float
     done: simpy.Event
@@ -69,6 +70,7 @@ class StepGroup:
         self._tickets: list[_Ticket | None] = []
         self.check_integrity = False
         self.every_step = False
+        self._under_way: tuple[Advance, Stretch] | None = None
 
     def load(self, replica: int) -> int:
         """Waiting requests count four times (vLLM's data-parallel balancer: 4 x waiting + running)."""
@@ -123,7 +125,7 @@ class StepGroup:
         clock = StretchClock(
             now_s=self._env.now,
             device_free_s=self._device_free_s,
-            oldest=None if ahead is None else (ahead.seconds, ahead.end_s),
+            oldest=None if ahead is None else SubmittedStep(ahead.seconds, ahead.end_s, ahead.context_tokens),
             submit_s=self._host.submit_seconds(max(len(b) for b in wish.batches if b is not None), 0, captured=True),
             deliver_s=self._host.deliver_seconds(max(len(b) for b in wish.batches if b is not None)),
             gap_s=self._host.step_gap_s.value,
@@ -132,28 +134,43 @@ class StepGroup:
         if stretch is None:
             return Advanced(0, tuple(None for _ in wish.batches))
         self._bell = self._env.event()
+        self._under_way = (wish, stretch)
         over = self._env.timeout(stretch.polls_s[-1] - self._env.now)
         yield over | self._bell
         if not over.processed:
             stretch = stretch.until(self._env.now)
+            self._under_way = (wish, stretch)
             yield self._env.timeout(max(stretch.polls_s[-1] - self._env.now, 0.0))
+        self._under_way = None
         return self._land(wish, stretch, ahead)
+
+    def settle(self) -> None:
+        """The run is cut off now: note what a stretch that is under way has done so far."""
+        if self._under_way is not None:
+            wish, stretch = self._under_way
+            self._note_stretch(wish, stretch.cut(self._env.now))
+            self._under_way = None
+
+    def _note_stretch(self, wish: Advance, stretch: Stretch) -> None:
+        batches = [batch for batch in wish.batches if batch is not None]
+        everyone = np.concatenate([batch.request_ids for batch in batches])
+        kept = stretch.kept[: len(stretch.collected)].sum(axis=1)
+        self._record.steps.append_stretch(stretch.collected_s, stretch.collected, batches, kept)
+        if stretch.num_steps:
+            self._record.deliver_stretch(everyone, stretch.kept[: stretch.num_steps], stretch.polls_s)
 
     def _land(self, wish: Advance, stretch: Stretch, ahead: _Ticket | None) -> Advanced:
         """Enter what a stretch did into the record, the verifier and the device."""
         batches = [batch for batch in wish.batches if batch is not None]
         everyone = np.concatenate([batch.request_ids for batch in batches])
-        self._record.steps.append_stretch(
-            stretch.collected_s, stretch.collected_seconds, batches, stretch.contexts, stretch.kept.sum(axis=1)
-        )
-        self._record.deliver_stretch(everyone, stretch.kept, stretch.polls_s)
+        self._note_stretch(wish, stretch)
         self._verifier.pass_rounds(everyone, stretch.num_steps)
-        self._device_free_s = stretch.device_free_s
-        totals = stretch.kept.sum(axis=0)
+        last = stretch.submitted[-1]
+        self._device_free_s = last.end_s
+        totals = stretch.kept[: stretch.num_steps].sum(axis=0)
         if ahead is not None:
-            end_s = stretch.device_free_s
-            done = self._env.timeout(max(end_s - self._env.now, 0.0))
-            self._tickets[-1] = _Ticket(ahead.plans, stretch.last_seconds, end_s, done)
+            done = self._env.timeout(max(last.end_s - self._env.now, 0.0))
+            self._tickets[-1] = _Ticket(ahead.plans, last.context_tokens, last.seconds, last.end_s, done)
         parts = iter(np.split(totals, np.cumsum([len(batch) for batch in batches])[:-1]))
         return Advanced(stretch.num_steps, tuple(None if b is None else next(parts) for b in wish.batches))
 
@@ -176,7 +193,9 @@ class StepGroup:
         seconds = self._timer.seconds(plans)
         start = max(self._env.now, self._device_free_s + self._host.step_gap_s.value)
         end_s = self._device_free_s = start + seconds
-        self._tickets.append(_Ticket(plans, seconds, end_s, self._env.timeout(end_s - self._env.now)))
+        context_tokens = sum(int(plan.decode.contexts.sum()) for plan in plans if plan is not None)
+        done = self._env.timeout(end_s - self._env.now)
+        self._tickets.append(_Ticket(plans, context_tokens, seconds, end_s, done))
         return len(self._tickets) - 1
 
     def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
@@ -187,7 +206,7 @@ class StepGroup:
         results = self._verifier.results(ticket.plans)
         plans = [plan for plan in ticket.plans if plan is not None]
         kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
-        self._record.steps.append(self._env.now, ticket.seconds, plans, kept)
+        self._record.steps.append(self._env.now, ticket.seconds, plans, ticket.context_tokens, kept)
         return results
 
     def _deliver(self, delivery: Deliver) -> Process:

@@ -5,7 +5,7 @@ One cycle of the engine loop is: poll for requests, submit a step, collect the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from backends.sim.steptime import StepTimer
 from backends.sim.verifier import Verifier
 from deepinfer.engine.core import Advance
 from deepinfer.engine.shape import ReplicaLoad
+from deepinfer.metrics.record import SubmittedStep
 from deepinfer.scheduler.step import DecodeBatch, Ints
 
 Floats = npt.NDArray[np.float64]
@@ -24,14 +25,11 @@ MOST_STEPS = 512
 
 @dataclass(frozen=True)
 class StretchClock:
-    """Where host and device stand at the first poll, and what a cycle costs the host.
-
-    `oldest` is the step in flight, if one is: its seconds on the device and when it ends.
-    """
+    """Where host and device stand at the first poll, what a cycle costs the host, and the step in flight, if one is."""
 
     now_s: float
     device_free_s: float
-    oldest: tuple[float, float] | None
+    oldest: SubmittedStep | None
     submit_s: float
     deliver_s: float
     gap_s: float
@@ -39,46 +37,38 @@ class StretchClock:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Cycles done: per cycle when its step was collected, that step's seconds on the device, the poll that follows the
-    delivery, when the device is free after the step submitted in it, the tokens kept (a column per request) and the
-    cached tokens of all requests.
+    """Cycles done, one entry each: the step submitted; the step collected, and when; the poll that follows the delivery;
+    and the tokens kept (a column per request).
     """
 
+    submitted: list[SubmittedStep]
+    collected: list[SubmittedStep]
     collected_s: Floats
-    collected_seconds: list[float]
     polls_s: Floats
-    free_s: Floats
-    submitted_seconds: list[float]
     kept: Ints
-    contexts: Ints
 
     @property
     def num_steps(self) -> int:
         """Cycles of the stretch."""
         return len(self.polls_s)
 
-    @property
-    def device_free_s(self) -> float:
-        """When the last submitted step ends."""
-        return float(self.free_s[-1])
-
-    @property
-    def last_seconds(self) -> float:
-        """Seconds on the device of the last submitted step."""
-        return self.submitted_seconds[-1]
+    def cut(self, now_s: float) -> Stretch:
+        """What was collected and delivered by then; the last collected step may not be delivered yet."""
+        collected, delivered = (int(np.searchsorted(x, now_s, side="right")) for x in (self.collected_s, self.polls_s))
+        return self._first(delivered, collected)
 
     def until(self, arrival_s: float) -> Stretch:
         """The stretch up to the first poll at which a request that arrives then is seen."""
         n = min(int(np.searchsorted(self.polls_s, arrival_s)) + 1, self.num_steps)
-        return replace(
-            self,
-            collected_s=self.collected_s[:n],
-            collected_seconds=self.collected_seconds[:n],
-            polls_s=self.polls_s[:n],
-            free_s=self.free_s[:n],
-            submitted_seconds=self.submitted_seconds[:n],
-            kept=self.kept[:n],
-            contexts=self.contexts[:n],
+        return self._first(n, n)
+
+    def _first(self, cycles: int, collected: int) -> Stretch:
+        return Stretch(
+            self.submitted[:cycles],
+            self.collected[:collected],
+            self.collected_s[:collected],
+            self.polls_s[:cycles],
+            self.kept,
         )
 
 
@@ -121,23 +111,22 @@ def _mean_growth(batches: list[DecodeBatch], before: Ints) -> Floats:
 
 
 def _cycles(clock: StretchClock, seconds: list[float], kept: Ints, contexts: Ints) -> Stretch:
-    """Walk the engine loop's cycles with given device seconds of the submitted steps."""
+    """Walk the engine loop's cycles with given device seconds and cached tokens of the submitted steps."""
     now, free, oldest = clock.now_s, clock.device_free_s, clock.oldest
-    collected: list[float] = []
-    collected_seconds: list[float] = []
-    polls: list[float] = []
-    ends: list[float] = []
-    for step_s in seconds:
+    submitted: list[SubmittedStep] = []
+    collected: list[SubmittedStep] = []
+    collected_s: list[float] = []
+    polls_s: list[float] = []
+    for step_s, context_tokens in zip(seconds, contexts, strict=True):
         now += clock.submit_s
         free = max(now, free + clock.gap_s) + step_s
-        done_s, done = (step_s, free) if oldest is None else oldest
-        now = max(now, done)
-        collected.append(now)
-        collected_seconds.append(done_s)
+        step = SubmittedStep(step_s, free, int(context_tokens))
+        submitted.append(step)
+        done = step if oldest is None else oldest
+        now = max(now, done.end_s)
+        collected.append(done)
+        collected_s.append(now)
         now += clock.deliver_s
-        polls.append(now)
-        ends.append(free)
-        oldest = None if oldest is None else (step_s, free)
-    return Stretch(
-        np.asarray(collected), collected_seconds, np.asarray(polls), np.asarray(ends), seconds, kept, contexts
-    )
+        polls_s.append(now)
+        oldest = None if oldest is None else step
+    return Stretch(submitted, collected, np.asarray(collected_s), np.asarray(polls_s), kept)

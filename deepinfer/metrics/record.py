@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +79,14 @@ class RunRecord:
         return np.concatenate(seconds), np.concatenate(counts), sum(x[3] for x in inside)
 
 
+class SubmittedStep(NamedTuple):
+    """A step on the device: its seconds there, when it ends, and the cached tokens of its decoding requests."""
+
+    seconds: float
+    end_s: float
+    context_tokens: int
+
+
 @dataclass(slots=True)
 class StepColumns:
     """One entry per step of any engine, in order of their ends: its seconds on the device, its decoding requests, their
@@ -92,25 +101,27 @@ class StepColumns:
     kept_tokens: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
 
-    def append(self, end_s: float, seconds: float, plans: Sequence[StepPlan], kept_tokens: int) -> None:
-        """Note a step of the replicas with these plans, its seconds on the device, and the tokens it kept."""
+    def append(
+        self, end_s: float, seconds: float, plans: Sequence[StepPlan], context_tokens: int, kept_tokens: int
+    ) -> None:
+        """Note a step of the replicas with these plans: its end, its seconds on the device, cached and kept tokens."""
         self.end_s.append(end_s)
         self.seconds.append(seconds)
         self.decodes.append(sum(len(plan.decode) for plan in plans))
         self.decode_rows.append(sum(plan.decode.num_rows for plan in plans))
         self.prefill_rows.append(sum(chunk.rows for plan in plans for chunk in plan.prefill))
-        self.context_tokens.append(sum(int(plan.decode.contexts.sum()) for plan in plans))
+        self.context_tokens.append(context_tokens)
         self.kept_tokens.append(kept_tokens)
 
     def append_stretch(
-        self, ends_s: Floats, seconds: Sequence[float], batches: Sequence[DecodeBatch], contexts: Ints, kept: Ints
+        self, ends_s: Floats, steps: Sequence[SubmittedStep], batches: Sequence[DecodeBatch], kept: Ints
     ) -> None:
-        """Note steps that decode the same batches; `contexts` and `kept` are sums over all requests, one per step."""
-        num_steps = len(ends_s)
+        """Note steps that decode the same batches: when each was collected, and the tokens each kept."""
+        num_steps = len(steps)
         self.end_s.extend(ends_s)
-        self.seconds.extend(seconds)
+        self.seconds.extend(step.seconds for step in steps)
         self.decodes.extend([sum(len(batch) for batch in batches)] * num_steps)
         self.decode_rows.extend([sum(batch.num_rows for batch in batches)] * num_steps)
         self.prefill_rows.extend([0] * num_steps)
-        self.context_tokens.extend(contexts)
+        self.context_tokens.extend(step.context_tokens for step in steps)
         self.kept_tokens.extend(kept)

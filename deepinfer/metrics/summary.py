@@ -151,4 +151,4 @@ def _token_percentiles(gaps: Floats, counts: npt.NDArray[np.int64], num_tokens: 
         rank = int(np.ceil(percentile / 100 * num_tokens))
         return 0.0 if rank <= zeros else float(gaps[order[np.searchsorted(reached, rank)]])
 
-    return Percentiles(mean=float(gaps @ counts / num_tokens), p50=at(50), p90=at(90), p95=at(95), p99=at(99))
+    return Percentiles(mean=float((gaps * counts).sum() / num_tokens), p50=at(50), p90=at(90), p95=at(95), p99=at(99))

@@ -160,7 +160,7 @@ class Scheduler:
         """
         table, rows = self._decoding, self.config.nextn + 1
         if not len(table):
-            return 0 if self._waiting or self._prefilling else FOREVER
+            return 0 if self._waiting or self._prefilling or self._in_flight else FOREVER
         if self._steady_version != table.version:
             return 0
         spare_blocks = self.pool.num_free // len(table) - 1
@@ -422,6 +422,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
+        self._steady_version = -1  # a waiting request may fit now
         sequence.blocks = []
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
