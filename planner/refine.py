@@ -1,9 +1,13 @@
-"""Refinement: the most promising points become plans, and the simulator serves the workload with each of them."""
+"""Refinement: the most promising points become plans, and the simulator serves the workload with each of them.
+
+Screening ranks by means; limits are on percentiles, which the simulation shows. So it goes in rounds: what the finalists
+of a layout showed beyond their screened figures corrects the screen of that layout for the next round.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,14 +22,21 @@ from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
 from planner.screen import Points, Screening, pareto
 
-MIN_REQUESTS = 64
-"""Requests measured at least, so that a 90th percentile means something."""
-OPEN_LOOP_LIFETIMES = 5.0
-MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 500, 2000
+ROUNDS = (8, 4, 4)
+"""Finalists per round."""
 MAX_PER_LAYOUT = 3
-"""Finalists of one layout, so that the answer is compared with other layouts."""
-SLACK = 1.15
-"""Screened latencies may exceed a limit by this much and still be worth simulating."""
+"""Finalists of one layout in the first round, so that the answer is compared with other layouts."""
+MIN_MEASURED = 64
+"""Requests measured at least, so that a 90th percentile means something."""
+MEASURED_LIFETIMES = 2.0
+"""A closed loop is measured for so many lifetimes of a request, after a ramp and a warm-up of one each."""
+OPEN_LOOP_LIFETIMES = 6.0
+"""An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
+MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 400, 60_000
+FIRST_GUESS = (1.05, 1.5)
+"""Simulated percentile over screened mean of TPOT and TTFT, before the first round has shown it."""
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -64,11 +75,10 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     )
     lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
     if problem.load.rate is None:
-        engines = candidate.replicas * (layout.num_ranks // layout.replica_ranks)
-        users = seqs * engines
-        # Each replica of the plan is measured on its own share of users: they need enough requests there.
-        more = max(users, MIN_REQUESTS * candidate.replicas)
-        workload = problem.workload(ClosedLoop(concurrency=users, ramp_s=round(lifetime, 3)), users + more)
+        users = seqs * (layout.num_ranks // layout.replica_ranks)
+        loop, requests = _closed_loop(users, lifetime)
+        loop = loop.model_copy(update={"concurrency": users * candidate.replicas})
+        workload = problem.workload(loop, requests * candidate.replicas)
     else:
         enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
         workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
@@ -84,36 +94,73 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     )
 
 
-def choose_points(problem: Problem, points: Points, count: int) -> list[int]:
-    """The points worth simulating: the best under the limits, no two alike, then some along the Pareto front.
+def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:
+    """The closed loop of one engine's users, and more requests than they can send in it."""
+    measured = max(MEASURED_LIFETIMES, MIN_MEASURED / users)
+    loop = ClosedLoop(
+        concurrency=users,
+        ramp_s=round(lifetime_s, 4),
+        warm_up_s=round(lifetime_s, 4),
+        measure_s=round(measured * lifetime_s, 4),
+    )
+    return loop, math.ceil(users * (2.0 + measured) * 2.0) + 8
 
-    Screening ranks by means; percentiles come from the simulation. So for each of the best configurations also the
-    next lower load is taken, in case the first one breaks a limit.
+
+def choose_points(
+    problem: Problem, screening: Screening, known: Sequence[Finalist], count: int, spread: int = 0
+) -> list[int]:
+    """The points worth simulating next: the best that should keep the limits, by what is known so far.
+
+    In the first round no layout gets more than `MAX_PER_LAYOUT` of them and `spread` points are taken along the Pareto
+    front.
     """
-    chosen = best_points(problem, points, math.ceil(count * 0.75), SLACK)
-    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
-    room = count - len(chosen)
-    spread = front[np.unique(np.linspace(0, len(front) - 1, min(room, len(front))).astype(int))] if room else front[:0]
-    return list(dict.fromkeys([*chosen, *(int(i) for i in spread)]))[:count]
-
-
-def best_points(problem: Problem, points: Points, count: int, slack: float) -> list[int]:
-    """At most `count` points, by output per GPU, whose screened latencies are within `slack` times the limits."""
+    points = screening.points
+    tpot, ttft, output = corrections(problem, screening, known)
     slo = problem.slo
-    within = (points.tpot_s <= slo.tpot_s * slack) & (points.ttft_s <= slo.ttft_s * slack)
+    within = (points.tpot_s * tpot <= slo.tpot_s) & (points.ttft_s * ttft <= slo.ttft_s)
+    if not within.any():  # then the fastest, to say how far the limits are
+        within = points.tpot_s <= np.min(points.tpot_s) * 1.01
     chosen: list[int] = []
-    for index in _ranked(points, within):
-        if len(chosen) >= count:
+    taken = {finalist.point for finalist in known}
+    for index in _ranked(points, within, points.output_per_gpu * output):
+        if len(chosen) >= count - spread:
             break
-        same_layout = [other for other in chosen if points.candidate[other] == points.candidate[index]]
-        same_drafts = [other for other in same_layout if points.nextn[other] == points.nextn[index]]
-        if len(same_layout) < MAX_PER_LAYOUT and len(same_drafts) < 2:
+        alike = [i for i in chosen if points.candidate[i] == points.candidate[index]]
+        drafts = [i for i in alike if points.nextn[i] == points.nextn[index]]
+        if index not in taken and (known or (len(alike) < MAX_PER_LAYOUT and len(drafts) < 1)):
             chosen.append(index)
-    return chosen
+    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
+    along = np.linspace(0, len(front) - 1, spread).astype(int)
+    return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
 
 
-def _ranked(points: Points, within: npt.NDArray[np.bool_]) -> Iterator[int]:
+def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist]) -> tuple[Floats, Floats, Floats]:
+    """Per point: simulated over screened TPOT percentile, TTFT percentile and output.
+
+    The mean over its layout's finalists, over all finalists for a layout without any, a first guess without those.
+    """
+    points, percentile = screening.points, problem.slo.percentile
+    ratios: dict[int, list[tuple[float, float, float]]] = {}
+    for finalist in known:
+        if not finalist.failure:
+            i, summary = finalist.point, finalist.summary
+            ratio = (
+                summary.tpot_s.at(percentile) / points.tpot_s[i],
+                summary.ttft_s.at(percentile) / points.ttft_s[i],
+                summary.output_tokens_per_s_per_gpu / points.output_per_gpu[i] if problem.load.rate is None else 1.0,
+            )
+            ratios.setdefault(int(points.candidate[i]), []).append(ratio)
+    everyone = [ratio for group in ratios.values() for ratio in group]
+    default = np.mean(everyone, axis=0) if everyone else np.asarray((*FIRST_GUESS, 1.0))
+    table = np.tile(default, (len(screening.candidates), 1))
+    for candidate, group in ratios.items():
+        table[candidate] = np.mean(group, axis=0)
+    tpot, ttft, output = table[points.candidate].T
+    return tpot, ttft, output
+
+
+def _ranked(points: Points, within: npt.NDArray[np.bool_], output: Floats) -> Iterator[int]:
     """Points within the limits by output per GPU, the faster of equals first."""
     index = np.flatnonzero(within)
-    order = np.lexsort((points.tpot_s[index], -np.round(points.output_per_gpu[index], 3)))
+    order = np.lexsort((points.tpot_s[index], -np.round(output[index], 3)))
     return (int(i) for i in index[order])

@@ -29,6 +29,7 @@ from deepinfer.layout.memory import (
     workspace_bytes,
 )
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.plan import Slo
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.scheduler.speculation import Acceptance
 from planner.space import Refusals, SearchSpace
@@ -109,8 +110,10 @@ class Screen:
         load: Load,
         acceptance: Acceptance,
         host: HostProfile,
+        slo: Slo,
     ) -> None:
-        self.space, self.cluster, self.load, self.acceptance, self.host = space, cluster, load, acceptance, host
+        self.space, self.cluster, self.load, self.acceptance = space, cluster, load, acceptance
+        self.host, self.slo = host, slo
         self._costs = CostModel(cluster.accelerator)
         self._defaults = EngineSettings()
         self.refusals = Refusals()
@@ -143,9 +146,9 @@ class Screen:
     def _points(self, candidate: Candidate, nextns: list[int], number: int) -> Points | None:
         """The feasible points of one candidate over requests, chunk and the draft lengths of one graph."""
         grid = [
-            (requests * candidate.layout.cp, chunk, nextn)
+            (requests * candidate.layout.cp, chunk * candidate.layout.cp, nextn)
             for nextn in nextns
-            for chunk in self.space.chunk_rows
+            for chunk in self.space.chunk_rows_per_gpu
             for requests in self.space.requests_per_gpu
         ]
         table = np.asarray(grid, dtype=np.int64)
@@ -255,27 +258,29 @@ class Screen:
         return seconds[0], seconds[1]
 
     def _at_rate(self, candidate: Candidate, points: Points) -> Points | None:
-        """Points as they run under the given rate: the requests in the system follow from the load (Little's law).
+        """Points as they run under the given rate, one for each chunk and draft length.
 
-        For each chunk and draft length the smallest `max_num_seqs` whose capacity covers the rate runs it.
+        It may run as many requests as its limits bear (`max_num_seqs`), which sets what it could serve
+        (`capacity_rps`, `output_per_gpu`); its latencies are those at the load that the rate brings.
         """
-        rate = self.load.rate or 0.0
-        enough = points.capacity_rps * UTILIZATION >= rate
-        self.refusals.add(f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~enough).sum()))
+        rate, slo = self.load.rate or 0.0, self.slo
+        bears = (points.tpot_s <= slo.tpot_s) & (points.ttft_s <= slo.ttft_s)
+        served = points.capacity_rps * UTILIZATION >= rate
+        self.refusals.add(f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~served).sum()))
         keep: list[int] = []
-        for key in {(int(c), int(n)) for c, n in zip(points.chunk_rows, points.nextn, strict=True)}:
-            index = np.flatnonzero((points.chunk_rows == key[0]) & (points.nextn == key[1]) & enough)
-            if len(index):
-                keep += sorted((int(i) for i in index), key=lambda i: points.max_num_seqs[i])[:2]
+        at_load: list[int] = []
+        for chunk, nextn in sorted({(int(c), int(n)) for c, n in zip(points.chunk_rows, points.nextn, strict=True)}):
+            group = (points.chunk_rows == chunk) & (points.nextn == nextn) & served
+            if (group & bears).any():
+                within = np.flatnonzero(group & bears)
+                keep.append(int(within[np.argmax(points.capacity_rps[within])]))
+                at_load.append(int(np.flatnonzero(group)[np.argmin(points.max_num_seqs[group])]))
         if not keep:
             return None
-        chosen = points.take(np.asarray(sorted(keep), dtype=np.int64))
-        lifetime = chosen.ttft_s + self.load.osl * chosen.tpot_s
-        in_system = (
-            rate * lifetime / (candidate.replicas * candidate.layout.num_ranks // candidate.layout.replica_ranks)
-        )
-        output = np.full(len(chosen), rate * self.load.osl / self.space.gpus)
-        return replace(chosen, requests=np.minimum(in_system, chosen.requests), output_per_gpu=output)
+        most, now = points.take(np.asarray(keep)), points.take(np.asarray(at_load))
+        replicas = candidate.replicas * candidate.layout.num_ranks // candidate.layout.replica_ranks
+        in_system = rate / replicas * (now.ttft_s + self.load.osl * now.tpot_s)
+        return replace(most, requests=in_system, step_s=now.step_s, tpot_s=now.tpot_s, ttft_s=now.ttft_s)
 
 
 def _concatenate(parts: list[Points]) -> Points:

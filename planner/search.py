@@ -16,13 +16,15 @@ from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan
 from deepinfer.layout.settings import EngineSettings
+from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
 from planner.problem import Problem
-from planner.refine import SLACK, Finalist, best_points, choose_points, make_plan, run_finalist
+from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
 from planner.screen import UTILIZATION, Screen, Screening
 from planner.space import SearchSpace
 
-FINALISTS, SECOND_ROUND = 8, 4
+KEEPS_UP = 0.9
+"""Requests finished per request arrived in the window, below which a plan is falling behind."""
 REQUIRED_ROWS = 512
 """Prompt rows a step must take at least, for the smallest cluster that fits."""
 Progress = Callable[[int, int], None]
@@ -50,8 +52,12 @@ class SearchResult:
         return self.winner.plan
 
     def feasible(self, finalist: Finalist) -> bool:
-        """Whether a finalist was measured and kept the limits."""
-        return _keeps_limits(self.problem, finalist)
+        """Whether a finalist was measured, kept the limits, and kept up with the arrivals."""
+        return not finalist.failure and _keeps_limits(self.problem, finalist.summary)
+
+    def capacity_rps(self, finalist: Finalist) -> float:
+        """Requests/s for the whole cluster that a finalist could serve within the limits, by the screen."""
+        return float(self.screening.points.capacity_rps[finalist.point])
 
 
 def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = None) -> SearchResult:
@@ -60,38 +66,29 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
     Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the limits.
     """
     space = SearchSpace(problem.model, problem.cluster.num_gpus)
-    screening = Screen(space, problem.cluster, problem.load, problem.acceptance, load_host()).run()
+    screening = Screen(space, problem.cluster, problem.load, problem.acceptance, load_host(), problem.slo).run()
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
-    chosen = choose_points(problem, screening.points, FINALISTS)
-    finalists = _simulate_points(problem, screening, chosen, jobs, progress)
-    promising = set(best_points(problem, screening.points, FINALISTS, SLACK))
-    if not any(_keeps_limits(problem, f) for f in finalists if f.point in promising):
-        # All that screening put near the limits broke them: try again as far below as it was allowed above.
-        lower = best_points(problem, screening.points, SECOND_ROUND, 1.0 / SLACK)
-        again = [point for point in lower if point not in chosen]
-        finalists += _simulate_points(problem, screening, again, jobs, progress)
-    result = SearchResult(problem, screening, tuple(sorted(finalists, key=lambda f: _merit(problem, f))))
+    finalists: list[Finalist] = []
+    for number, count in enumerate(ROUNDS):
+        chosen = choose_points(problem, screening, finalists, count, spread=0 if number else 2)
+        plans = [make_plan(problem, screening, point) for point in chosen]
+        finalists += _simulate(chosen, plans, jobs, _from(progress, len(finalists), sum(ROUNDS)))
+    ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
+    result = SearchResult(problem, screening, tuple(ranked))
     if not result.feasible(result.winner):
         raise InfeasibleError(_limits_too_tight(result))
     return result
 
 
-def _keeps_limits(problem: Problem, finalist: Finalist) -> bool:
-    return not finalist.failure and problem.slo.met_by(finalist.summary)
+def _from(progress: Progress | None, before: int, total: int) -> Progress:
+    """Progress within a round as progress of the search."""
+    return lambda done, _: progress(before + done, total) if progress else None
 
 
-def _simulate_points(
-    problem: Problem, screening: Screening, chosen: Sequence[int], jobs: int, progress: Progress | None
-) -> list[Finalist]:
-    plans = [make_plan(problem, screening, point) for point in chosen]
-    return list(_simulate(chosen, plans, jobs, progress))
-
-
-def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, progress: Progress | None) -> Iterator[Finalist]:
+def _simulate(chosen: Sequence[int], plans: Sequence[Plan], jobs: int, tell: Progress) -> Iterator[Finalist]:
     from joblib import Parallel, delayed  # heavy to import: only a search needs it
 
-    tell = progress or (lambda done, total: None)
     tell(0, len(plans))
     work = (delayed(run_finalist)(point, plan) for point, plan in zip(chosen, plans, strict=True))
     # Worker processes inherit that Ctrl-C is ignored: it is for the parent to handle.
@@ -116,14 +113,25 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
-def _merit(problem: Problem, finalist: Finalist) -> tuple[float, ...]:
-    """Sort key, best first: within the limits, by objective (to three digits), then by the time a request takes."""
+def _keeps_limits(problem: Problem, summary: Summary) -> bool:
+    keeps_up = summary.requests_measured >= KEEPS_UP * summary.requests_arrived
+    return problem.slo.met_by(summary) and keeps_up
+
+
+def _merit(problem: Problem, screening: Screening, finalist: Finalist) -> tuple[float, ...]:
+    """Sort key, best first: within the limits, by objective (to three digits), then by the time a request takes.
+
+    With a rate all that keep up give the same output: then what a plan could serve within the limits counts.
+    """
     if finalist.failure:
         return (2.0,)
     summary = finalist.summary
     # Cost per token on one kind of accelerator falls exactly as output per GPU rises.
-    output = float(f"{summary.output_tokens_per_s_per_gpu:.3g}")
-    return (0.0 if problem.slo.met_by(summary) else 1.0, -output, summary.e2e_s.mean, finalist.point)
+    output = summary.output_tokens_per_s_per_gpu
+    if problem.load.rate is not None:
+        output = float(screening.points.capacity_rps[finalist.point])
+    within = 0.0 if _keeps_limits(problem, summary) else 1.0
+    return (within, -float(f"{output:.3g}"), summary.e2e_s.mean, finalist.point)
 
 
 def _nothing_fits(problem: Problem, screening: Screening) -> str:

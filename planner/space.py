@@ -10,8 +10,12 @@ from deepinfer.errors import UsageError
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import ModelSpec, MoE
 
-REQUESTS_PER_GPU = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-CHUNK_ROWS = (512, 1024, 2048, 4096, 8192, 16384)
+# Steps of at most a quarter: a coarser grid costs that much output when one point just breaks a limit.
+REQUESTS_PER_GPU = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+)
+CHUNK_ROWS_PER_GPU = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 CONTEXT_DEGREES = (1, 2, 4, 8)
 MAX_NEXTN = 7
 
@@ -42,12 +46,12 @@ class SearchSpace:
     model: ModelSpec
     gpus: int
     requests_per_gpu: tuple[int, ...] = REQUESTS_PER_GPU
-    chunk_rows: tuple[int, ...] = CHUNK_ROWS
+    chunk_rows_per_gpu: tuple[int, ...] = CHUNK_ROWS_PER_GPU
 
     def nextn(self, refusals: Refusals) -> list[int]:
         """Draft lengths; those that the model's draft module cannot give are refused."""
         most = self.model.draft.max_drafts if self.model.draft else 0
-        points = len(self.requests_per_gpu) * len(self.chunk_rows)
+        points = len(self.requests_per_gpu) * len(self.chunk_rows_per_gpu)
         for nextn in range(most + 1, MAX_NEXTN + 1):
             refusals.add(f"the draft module gives at most {most} drafts", f"nextn {nextn}", points)
         return list(range(min(most, MAX_NEXTN) + 1))
@@ -63,7 +67,7 @@ class SearchSpace:
         `cp` determine the layout; one of them divides the other.
         """
         experts = max((x.ffn.num_experts for x in self.model.layers if isinstance(x.ffn, MoE)), default=1)
-        points = len(self.requests_per_gpu) * len(self.chunk_rows)
+        points = len(self.requests_per_gpu) * len(self.chunk_rows_per_gpu)
         for ep in _degrees(min(self.gpus, experts), self.gpus):
             if experts % ep:
                 refusals.add(f"{experts} experts do not divide evenly over ep", f"ep {ep}", points)

@@ -19,10 +19,10 @@ from deepinfer.metrics.record import RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
+from deepinfer.workload.spec import Arrivals, ClosedLoop, Workload
 
 WARM_UP = 0.2
-"""Share of an open loop's requests that arrive before measurement starts."""
+"""Share of the time from an open loop's first arrival to its last that passes before measurement starts."""
 
 
 class SimBackend:
@@ -73,18 +73,14 @@ class _Run:
             self.env.process(group.run())
         record = self.record
         if isinstance(self._arrivals, ClosedLoop):
-            # Every user is busy from the end of the ramp until the last request is sent.
-            self.env.process(self._ramp(self._arrivals))
-            self.env.run(until=self._last_sent)
-            record.window_start_s, record.window_end_s = self._arrivals.ramp_s, self.env.now
+            self._serve_closed(self._arrivals)
         else:
             self.env.process(self._open_loop(requests))
             self.env.run()
-            record.window_end_s = self.env.now
-            if isinstance(self._arrivals, PoissonArrivals):
-                # Leave out the filling and the emptying of the system.
-                record.window_start_s = requests[int(WARM_UP * len(requests))].arrival_s
-                record.window_end_s = requests[-1].arrival_s
+            # Leave out the filling and the emptying of the system.
+            first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
+            record.window_start_s = first_s + WARM_UP * (last_s - first_s)
+            record.window_end_s = last_s if last_s > first_s else self.env.now
         for group in self.groups:
             group.settle()
             for scheduler in group.schedulers:
@@ -92,6 +88,16 @@ class _Run:
                 record.num_hit_tokens += scheduler.num_hit_tokens
                 record.num_prompt_tokens += scheduler.num_prompt_tokens
         return record
+
+    def _serve_closed(self, arrivals: ClosedLoop) -> None:
+        """Run until the time is over, or the last request is sent: until then every user is busy."""
+        self.env.process(self._ramp(arrivals))
+        start_s = arrivals.ramp_s + arrivals.warm_up_s
+        over: simpy.Event = self._last_sent
+        if arrivals.measure_s is not None:
+            over = over | self.env.timeout(start_s + arrivals.measure_s)
+        self.env.run(until=over)
+        self.record.window_start_s, self.record.window_end_s = start_s, self.env.now
 
     def _open_loop(self, requests: Sequence[RequestSpec]) -> Generator[simpy.Event, Any, None]:
         for request in requests:

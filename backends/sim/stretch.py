@@ -37,8 +37,8 @@ class StretchClock:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Cycles done, one entry each: the step submitted; the step collected, and when; the poll that follows the delivery;
-    and the tokens kept (a column per request).
+    """Cycles done, one entry each: the step submitted; the step collected, and when; the poll that follows its
+    delivery; and the tokens kept (a column per request).
     """
 
     submitted: list[SubmittedStep]

@@ -9,7 +9,9 @@ from deepinfer.layout.plan import Plan
 from deepinfer.metrics.summary import Summary, summarize
 from deepinfer.registry import load_backend
 from deepinfer.workload.generate import generate_requests
-from deepinfer.workload.spec import ClosedLoop, Workload
+from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
+
+MAX_ROUTED_REQUESTS = 4000
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -24,13 +26,20 @@ def simulate_plan(plan: Plan) -> Summary:
 
 
 def share_of_one_replica(workload: Workload, deployment: Deployment) -> tuple[Workload, Deployment]:
-    """One replica with its part of a closed loop's users and requests: there replicas do not affect each other.
+    """One replica with its part of the users or requests, where that stands for all.
 
-    Open loops, and users that do not divide evenly, are left as they are.
+    In a closed loop replicas do not affect each other. Poisson arrivals are shared out only when there are more than
+    `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little harder on a replica than the router.
+    Traces, and users that do not divide evenly, are left as they are.
     """
-    arrivals, replicas = workload.arrivals, deployment.replicas
-    if not isinstance(arrivals, ClosedLoop) or arrivals.concurrency % replicas or workload.num_requests is None:
-        return workload, deployment
-    users = arrivals.model_copy(update={"concurrency": arrivals.concurrency // replicas})
-    share = workload.model_copy(update={"arrivals": users, "num_requests": max(workload.num_requests // replicas, 1)})
-    return share, replace(deployment, replicas=1)
+    arrivals, replicas, count = workload.arrivals, deployment.replicas, workload.num_requests
+    share: Arrivals
+    match arrivals:
+        case ClosedLoop(concurrency=users) if users % replicas == 0:
+            share = arrivals.model_copy(update={"concurrency": users // replicas})
+        case PoissonArrivals(rate=rate) if count is not None and count > MAX_ROUTED_REQUESTS:
+            share = PoissonArrivals(rate=rate / replicas)
+        case _:
+            return workload, deployment
+    part = None if count is None else max(count // replicas, 1)
+    return workload.model_copy(update={"arrivals": share, "num_requests": part}), replace(deployment, replicas=1)

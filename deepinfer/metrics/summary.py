@@ -35,13 +35,16 @@ class Summary(BaseModel):
     requests, as if every draft were kept (DeepInfer's benchmark convention, an upper bound on decode; a prompt's first
     token is not in it); `output_tokens_per_s_per_gpu` is what users receive. `tau` tokens are kept per decode step and
     request, before a request's limit cuts its last ones. TPOT is (last - first token) / (tokens - 1) of a request; ITL
-    the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
+    the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT. `goodput` is
+    the share of measured requests within the limits. A share `prompt_steps` of the steps has prompt rows, `prompt_rows`
+    of an engine each.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_gpus: float
     window_s: float
+    requests_arrived: int
     requests_measured: int
     requests_finished: int
     requests_refused: int
@@ -58,6 +61,8 @@ class Summary(BaseModel):
     goodput: float
     running_per_gpu: float
     mean_context: float
+    prompt_steps: float
+    prompt_rows: float
     device_busy: float
     preemptions: int
     prefix_hit_ratio: float
@@ -91,6 +96,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
             steps.kept_tokens,
         )
     )
+    prompt_steps = int((np.asarray(steps.prefill_rows)[in_window] > 0).sum())
     delivered = _within(np.asarray(record.delivery_s), start, end)
     output = float(np.asarray(record.delivery_tokens)[delivered].sum())
     tpot_figures = _percentiles(tpot[done & (later_tokens > 0)])
@@ -98,6 +104,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     return Summary(
         num_gpus=record.num_gpus,
         window_s=seconds,
+        requests_arrived=int(_within(record.arrival_s, start, end).sum()),
         requests_measured=int(done.sum()),
         requests_finished=int((record.finish_s >= 0).sum()),
         requests_refused=len(record.refused),
@@ -114,6 +121,8 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         goodput=float(good.sum() / done.sum()),
         running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
         mean_context=contexts / max(decodes, 1.0),
+        prompt_steps=prompt_steps / max(num_steps, 1),
+        prompt_rows=prefill_rows / max(prompt_steps, 1),
         device_busy=_busy_seconds(np.asarray(steps.end_s), np.asarray(steps.seconds), start, end)
         / (seconds * record.step_groups),
         preemptions=record.num_preemptions,

@@ -65,7 +65,8 @@ class PoissonArrivals(BaseModel):
 class ClosedLoop(BaseModel):
     """Always `concurrency` requests in the system: a finished one is replaced at once.
 
-    The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step; measurement starts then.
+    The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step. Measurement starts `warm_up_s`
+    after that and lasts `measure_s` (None: until the last request is sent).
     """
 
     model_config = _EDGE
@@ -73,6 +74,8 @@ class ClosedLoop(BaseModel):
     kind: Literal["closed"] = "closed"
     concurrency: int = Field(ge=1)
     ramp_s: float = Field(default=0.0, ge=0)
+    warm_up_s: float = Field(default=0.0, ge=0)
+    measure_s: float | None = Field(default=None, gt=0)
 
 
 class TraceArrivals(BaseModel):
