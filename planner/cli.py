@@ -104,7 +104,7 @@ def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
     _print_pairs(console, "prediction (simulated)", summary_lines(loaded.prediction, deployment.settings.nextn))
     items, title = step_breakdown(loaded)
     total = sum(i.seconds for i in items)
-    rows = [(f"{i.operator} x{i.count}", f"{i.seconds * 1e3:.3f} ms  {i.seconds / total:.1%}") for i in items[:12]]
+    rows = [(i.operator, f"{i.seconds * 1e3:.3f} ms  {i.seconds / total:.1%}") for i in items[:12]]
     _print_pairs(console, f"{title}: {total * 1e3:.2f} ms", rows)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepinfer.cost.compose import PathItem
+from planner.refine import Finalist
 from planner.screen import pareto
 from planner.search import SearchResult
 
@@ -20,37 +21,43 @@ STREAM_COLORS = {"compute": BLUE, "comm": ORANGE}
 
 
 def plot_pareto(result: SearchResult, ax: Axes) -> Axes:
-    """Output tokens/s per GPU against tokens/s per user: screened points, their front, finalists, the winner."""
+    """Output tokens/s per GPU against tokens/s per user: screened points, their front, finalists, the winner.
+
+    Under a given rate the output is what a plan could serve within the limits, and the user's speed is at the rate.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-    points, slo = result.screening.points, result.problem.slo
+    points, slo, rated = result.screening.points, result.problem.slo, result.problem.load.rate is not None
     user = 1.0 / points.tpot_s
     ax.scatter(user, points.output_per_gpu, s=3, color=GREY, alpha=0.25, linewidths=0, rasterized=True,
                label=f"{len(points):,} screened points (closed form, means)")  # fmt: skip
     front = pareto(user, points.output_per_gpu)
-    ax.plot(user[front], points.output_per_gpu[front], color=GREY, linewidth=1.2, label="their Pareto front")
-    measured = [f for f in result.finalists if not f.failure]
+    ax.step(
+        user[front], points.output_per_gpu[front], where="pre", color=GREY, linewidth=1.2, label="their Pareto front"
+    )
+
+    def place(finalist: Finalist) -> tuple[float, float]:
+        summary = finalist.summary
+        output = points.output_per_gpu[finalist.point] if rated else summary.output_tokens_per_s_per_gpu
+        return summary.tokens_per_s_per_user, float(output)
+
     for feasible, color in ((True, BLUE), (False, ORANGE)):
-        group = [f.summary for f in measured if result.feasible(f) is feasible]
+        group = [place(f) for f in result.finalists if not f.failure and result.feasible(f) is feasible]
         label = "simulated, within the limits" if feasible else "simulated, breaks a limit"
         if group:
-            ax.scatter([s.tokens_per_s_per_user for s in group], [s.output_tokens_per_s_per_gpu for s in group],
-                       s=34, color=color, zorder=3, label=label)  # fmt: skip
-    best = result.winner.summary
-    ax.scatter([best.tokens_per_s_per_user], [best.output_tokens_per_s_per_gpu], s=190, marker="*", color=GREEN,
-               edgecolor="white", zorder=4, label="chosen plan")  # fmt: skip
-    ax.axvline(1.0 / slo.tpot_s, color=ORANGE, linewidth=1, linestyle="--")
-    ax.annotate(f"TPOT limit {slo.tpot_s * 1e3:g} ms ", (1.0 / slo.tpot_s, 0.98), xycoords=("data", "axes fraction"),
-                fontsize=8, color=ORANGE, ha="right", va="top")  # fmt: skip
+            ax.scatter([x for x, _ in group], [y for _, y in group], s=34, color=color, zorder=3, label=label)
+    best = place(result.winner)
+    ax.scatter(best[0], best[1], s=190, marker="*", color=GREEN, edgecolor="white", zorder=4, label="chosen plan")
+    ax.axvline(1.0 / slo.tpot_s, color=ORANGE, linewidth=1, linestyle="--", label=f"TPOT limit {slo.tpot_s * 1e3:g} ms")
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.xaxis.set_minor_formatter(NullFormatter())
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    ax.set_xlabel("tokens/s per user (1 / TPOT)")
-    ax.set_ylabel("output tokens/s per GPU")
+    ax.set_xlabel("tokens/s per user (1 / TPOT)" + (f" at {result.problem.load.rate:g} requests/s" if rated else ""))
+    ax.set_ylabel("output tokens/s per GPU" + (" it could serve within the limits" if rated else ""))
     ax.set_ylim(bottom=0)
-    legend = ax.legend(fontsize=8, frameon=False, loc="upper right")
+    legend = ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0.0, -0.13), ncols=3)
     legend.legend_handles[0].set(sizes=[16.0], alpha=1.0)  # type: ignore[union-attr]
     return ax
 
@@ -58,7 +65,7 @@ def plot_pareto(result: SearchResult, ax: Axes) -> Axes:
 def plot_breakdown(items: list[PathItem], title: str, ax: Axes, most: int = 14) -> Axes:
     """Where a step's time goes: milliseconds of the critical path by operator, largest on top."""
     shown, rest = items[:most], items[most:]
-    names = [f"{i.operator} x{i.count}" for i in shown]
+    names = [i.operator for i in shown]
     seconds = [i.seconds for i in shown]
     colors = [STREAM_COLORS.get(i.stream, GREY) for i in shown]
     if rest:

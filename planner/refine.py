@@ -1,7 +1,7 @@
 """Refinement: the most promising points become plans, and the simulator serves the workload with each of them.
 
-Screening ranks by means; limits are on percentiles, which the simulation shows. So it goes in rounds: what the finalists
-of a layout showed beyond their screened figures corrects the screen of that layout for the next round.
+Screening ranks by means; limits are on percentiles, which the simulation shows. So it goes in rounds: what the
+finalists of a layout showed beyond their screened figures corrects the screen of that layout for the next round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
 from planner.screen import Points, Screening, pareto
 
-ROUNDS = (8, 4, 4)
+ROUNDS = (6, 3, 3)
 """Finalists per round."""
 MAX_PER_LAYOUT = 3
 """Finalists of one layout in the first round, so that the answer is compared with other layouts."""
@@ -111,8 +111,8 @@ def choose_points(
 ) -> list[int]:
     """The points worth simulating next: the best that should keep the limits, by what is known so far.
 
-    In the first round no layout gets more than `MAX_PER_LAYOUT` of them and `spread` points are taken along the Pareto
-    front.
+    In the first round no layout gets more than `MAX_PER_LAYOUT` of them, and `spread` points are taken along the Pareto
+    front within the limits.
     """
     points = screening.points
     tpot, ttft, output = corrections(problem, screening, known)
@@ -129,7 +129,8 @@ def choose_points(
         drafts = [i for i in alike if points.nextn[i] == points.nextn[index]]
         if index not in taken and (known or (len(alike) < MAX_PER_LAYOUT and len(drafts) < 1)):
             chosen.append(index)
-    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
+    inside = np.flatnonzero(within)
+    front = inside[pareto(1.0 / points.tpot_s[inside], points.output_per_gpu[inside])]
     along = np.linspace(0, len(front) - 1, spread).astype(int)
     return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
 

@@ -11,8 +11,10 @@ from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
 from deepinfer.files import write_file
+from deepinfer.graph.build.common import PREFILL_GATHER_REUSE
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.layout.plan import Plan
+from deepinfer.metrics.summary import Summary
 from deepinfer.metrics.text import summary_lines
 from deepinfer.units import format_bytes, format_seconds
 from deepinfer.workload.spec import describe_workload
@@ -44,7 +46,7 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     table.add_column("")
     table.add_column("engines", no_wrap=True)
     for name in (
-        "req/\nGPU", "chunk", "nextn", "output\ntok/s/GPU", "tok/s\n/user",
+        "req/\nGPU", "chunk\n/GPU", "nextn", "output\ntok/s/GPU", "tok/s\n/user",
         f"TTFT\np{slo.percentile}", f"TPOT\np{slo.percentile}", "ok",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
@@ -59,7 +61,7 @@ def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
     row = [
         f"{pool.replicas} x {layout}",
         f"{settings.max_num_seqs / layout.replica_ranks:g}",
-        f"{chunk_rows(finalist.plan)}",
+        f"{chunk_rows(finalist.plan) / layout.replica_ranks:g}",
         str(settings.nextn),
     ]
     if finalist.failure:
@@ -76,14 +78,42 @@ def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
 
 
 def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
-    """Critical path of the mean decode step of a plan's simulation, and what that step is in words."""
+    """What the mean step of a plan's simulation is made of, and what that step is in words.
+
+    Steps with prompt rows and steps without are two shapes; each counts by its share of the steps.
+    """
     (deployment,) = resolve(plan)
-    assert plan.prediction is not None
-    count = max(plan.prediction.running_per_gpu * deployment.layout.replica_ranks, 1.0)
-    context = plan.prediction.mean_context
-    shape = StepShape(Sequences.decoding(count, float(deployment.settings.nextn), context))
-    items = critical_path(deployment.graph(), shape, CostModel(deployment.cluster.accelerator))
-    return items, f"decode step of {count:.0f} requests per attention replica at a context of {context:,.0f}"
+    figures = plan.prediction
+    assert figures is not None
+    costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
+    nextn, replicas = deployment.settings.nextn, deployment.replicas_per_group
+    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
+    decode = Sequences.decoding(max(decoding, 1.0), float(nextn), figures.mean_context)
+    totals: dict[tuple[str, str], float] = {}
+    for share, rows in ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, figures.prompt_rows)):
+        shape = StepShape(decode, _prompts(plan, figures, rows / replicas))
+        for item in critical_path(graph, shape, costs) if share else ():
+            key = (item.operator, item.stream)
+            totals[key] = totals.get(key, 0.0) + share * item.seconds
+    items = [PathItem(name, stream, seconds) for (name, stream), seconds in totals.items()]
+    requests = "1 request" if decoding < 1.5 else f"{decoding:,.0f} requests"
+    prompt = f"{figures.prompt_rows / replicas:,.0f} prompt rows in {figures.prompt_steps:.0%} of the steps"
+    text = (
+        f"mean step per attention replica ({requests} decoding at a context of {figures.mean_context:,.0f}, {prompt})"
+    )
+    return sorted(items, key=lambda item: -item.seconds), text
+
+
+def _prompts(plan: Plan, figures: Summary, rows: float) -> tuple[Sequences, ...]:
+    """Prompt rows of a replica's step as sequences: whole prompts of the mean computed length, or part of one."""
+    if not rows:
+        return ()
+    computed = figures.input_tokens_per_s_per_gpu * figures.num_gpus * figures.window_s / figures.requests_measured
+    count = max(rows / computed, 1.0)
+    settings = plan.pools[0].settings
+    ended = rows / computed / count  # chunks that end their prompt
+    kept = settings.keep_tokens * ended + 1.0 - ended if settings.replay == "compact" else rows / count
+    return (Sequences(count, rows / count, max(computed - rows, 0.0) / 2, min(kept, rows / count), ended),)
 
 
 def memory_lines(deployment: Deployment) -> list[tuple[str, str]]:
@@ -114,7 +144,7 @@ def markdown_report(result: SearchResult) -> str:
         _cost_line(result),
         "![latency against throughput](pareto.png)",
         "## Why this one\n\n" + why_lines(result),
-        "![critical path of a decode step](step_breakdown.png)",
+        "![what the mean step is made of](step_breakdown.png)",
         "## Finalists\n\n" + _markdown_finalists(result),
         "## Memory of one GPU\n\n" + _markdown_pairs(("item", "size"), memory_lines(deployment)),
         "## Points not considered\n\n" + _markdown_refusals(result),
@@ -137,28 +167,48 @@ def _cost_line(result: SearchResult) -> str:
 
 
 def why_lines(result: SearchResult) -> str:
-    """What the chosen plan's step is made of, and how far the next finalists are."""
+    """What the chosen plan's step is made of, what a rate leaves unused, and how far the next finalists are."""
     items, title = step_breakdown(result.plan)
     total = sum(i.seconds for i in items)
-    top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:4])
+    top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:5])
     exposed = sum(i.seconds for i in items if i.stream == "comm") / total
     step = f"Its {title} takes {format_seconds(total)} on the device: {top}"
     lines = [f"{step}; communication that nothing hides is {exposed:.0%}."]
-    best = result.winner.summary
+    if result.problem.load.rate is not None:
+        lines.append(_rate_line(result))
     others = [f for f in result.finalists[1:] if result.feasible(f)]
-    different = [f for f in others if f.plan.pools[0].layout != result.plan.pools[0].layout]
-    for label, rivals in (("The runner-up", others[:1]), ("The best other layout", different[:1])):
-        for rival in rivals:
-            ratio = rival.summary.output_tokens_per_s_per_gpu / best.output_tokens_per_s_per_gpu
-            lines.append(f"{label}, {describe_pool(rival.plan)}, gives {_compared(ratio)}.")
+    rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
+    for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
+        lines.append(f"{label}, {describe_pool(rival.plan)}, gives {_compared(_worth(result, rival))}.")
     return " ".join(lines)
 
 
+def _layout(finalist: Finalist) -> object:
+    return finalist.plan.pools[0].layout
+
+
+def _worth(result: SearchResult, finalist: Finalist) -> float:
+    """A finalist's output beside the winner's; under a rate, what it could serve beside what the winner could."""
+    if result.problem.load.rate is not None:
+        return result.capacity_rps(finalist) / result.capacity_rps(result.winner)
+    return finalist.summary.output_tokens_per_s_per_gpu / result.winner.summary.output_tokens_per_s_per_gpu
+
+
+def _rate_line(result: SearchResult) -> str:
+    """How much of the plan a given rate uses."""
+    rate, capacity = result.problem.load.rate or 0.0, result.capacity_rps(result.winner)
+    worth = rate / capacity * result.problem.cluster.num_gpus
+    return (
+        f"It could serve about {capacity:.3g} requests/s within the limits (screened means): {rate:g} requests/s use "
+        f"{rate / capacity:.1%} of it, the work of {worth:.1f} of its GPUs. Plans are ranked by that capacity."
+    )
+
+
 def _compared(ratio: float) -> str:
-    """An output per GPU beside the best one's, in words."""
+    """An output or a capacity beside the best one's, in words."""
     if abs(ratio - 1.0) < 0.005:
-        return "the same output per GPU within 0.5%"
-    return f"{abs(1.0 - ratio):.1%} {'less' if ratio < 1 else 'more'} output per GPU"
+        return "the same within 0.5%"
+    return f"{abs(1.0 - ratio):.1%} {'less' if ratio < 1 else 'more'}"
 
 
 def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
@@ -178,6 +228,12 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
         f"{problem.acceptance.source}.",
         f"Operator costs: profile `{costs.profile.family}` ({profile}); the file gives each entry's rows and error.",
         "Expert load: uniform routing with its sampling noise; no popularity skew, no redundant experts.",
+        "Dispatch, expert products and combine are separate kernels; only the shared expert overlaps them. Fused "
+        "kernels (MegaMoE: 1.6 to 2 times as fast on SM100 by its authors) and two-batch overlap are not modelled.",
+        "Replicas of a step group prefill when they have a prompt, without waiting for each other; a dispatch sends "
+        "one copy per destination rank, also between hosts.",
+        f"Neighbouring prompt rows share gathered KV entries {PREFILL_GATHER_REUSE:g} times: an assumption that binds "
+        "nothing while prefill attention is compute-bound.",
         f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
         f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
         f"graph padded to {settings.graph_rows} rows.",
@@ -188,7 +244,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
 def _markdown_finalists(result: SearchResult) -> str:
     percentile = result.problem.slo.percentile
     header = (
-        "", "engines", "requests/GPU", "chunk", "nextn", "output tok/s/GPU", "tok/s/user",
+        "", "engines", "requests/GPU", "chunk rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
         f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
     )  # fmt: skip
     points = result.screening.points

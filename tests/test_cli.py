@@ -80,7 +80,7 @@ def test_show_prints_memory_prediction_and_step(searched: Path, capsys: pytest.C
         "output tokens/s per GPU",
         "full-acceptance",
         "TTFT p50 / p90 / p99",
-        "decode step",
+        "mean step",
     ):
         assert words in out
 
@@ -112,7 +112,8 @@ def test_a_trace_is_searched_and_simulated(tmp_path: Path, capsys: pytest.Captur
     assert status == 0, err
     plan = json.loads((tmp_path / "out" / "plan.json").read_text(encoding="utf-8"))
     assert plan["prediction"]["prefix_hit_ratio"] > 0.2  # one block of three is everyone's
-    assert plan["prediction"]["requests_measured"] == 60
+    assert plan["prediction"]["requests_arrived"] == 48  # the first fifth of the time fills the system
+    assert plan["prediction"]["requests_finished"] == 60
     status, out, _ = run("deepinfer", "simulate", str(tmp_path / "out" / "plan.json"), "--trace", trace, capsys=capsys)
     assert status == 0
     assert "rescaled to 5 requests/s" in out

@@ -23,12 +23,11 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PathItem:
-    """Seconds that one operator name contributes to the critical path of a step, and how often it runs there."""
+    """Seconds that the operators of one name contribute to the critical path of a step."""
 
     operator: str
     stream: str
     seconds: float
-    count: int
 
 
 def operator_seconds(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> tuple[list[Num], Source]:
@@ -92,16 +91,15 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
     """
     seconds, _ = operator_seconds(graph, shape, costs)
     ends = [float(end) for end in finish_times(graph, seconds)]
-    totals: dict[tuple[str, str], tuple[float, int]] = {}
+    totals: dict[tuple[str, str], float] = {}
     position = max(range(len(ends)), key=lambda i: ends[i], default=None)
     while position is not None:
         step = graph.steps[position]
         operator = graph.operators[step.operator]
         key = (operator.name, operator.stream)
-        spent, count = totals.get(key, (0.0, 0))
-        totals[key] = (spent + float(seconds[step.operator]), count + 1)
+        totals[key] = totals.get(key, 0.0) + float(seconds[step.operator])
         position = max(step.after, key=lambda i: ends[i], default=None)
-    items = [PathItem(name, stream, spent, count) for (name, stream), (spent, count) in totals.items()]
+    items = [PathItem(name, stream, spent) for (name, stream), spent in totals.items()]
     return sorted((i for i in items if i.seconds > 0), key=lambda i: -i.seconds)
 
 

@@ -33,11 +33,11 @@ class Summary(BaseModel):
 
     `steps_per_s` counts steps of one engine (SPS); `full_acceptance_tokens_per_s_per_gpu` counts all rows of decoding
     requests, as if every draft were kept (DeepInfer's benchmark convention, an upper bound on decode; a prompt's first
-    token is not in it); `output_tokens_per_s_per_gpu` is what users receive. `tau` tokens are kept per decode step and
-    request, before a request's limit cuts its last ones. TPOT is (last - first token) / (tokens - 1) of a request; ITL
-    the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT. `goodput` is
-    the share of measured requests within the limits. A share `prompt_steps` of the steps has prompt rows, `prompt_rows`
-    of an engine each.
+    token is not in it); `output_tokens_per_s_per_gpu` is what users receive. `tau` tokens are kept per decode step
+    and request, before a request's limit cuts its last ones. TPOT is (last - first token) / (tokens - 1) of a request;
+    ITL the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
+    `goodput` is the share of measured requests within the limits. A share `prompt_steps` of the steps has prompt rows,
+    `prompt_rows` of an engine each.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -65,8 +65,8 @@ class PoissonArrivals(BaseModel):
 class ClosedLoop(BaseModel):
     """Always `concurrency` requests in the system: a finished one is replaced at once.
 
-    The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step. Measurement starts `warm_up_s`
-    after that and lasts `measure_s` (None: until the last request is sent).
+    The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step. Measurement starts
+    `warm_up_s` after that and lasts `measure_s` (None: until the last request is sent).
     """
 
     model_config = _EDGE
