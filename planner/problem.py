@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from deepinfer.engine.deployment import choose_kv_format
+from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.plan import Objective, Slo
@@ -92,7 +92,7 @@ def make_problem(
             raise UsageError(f"{flag} must be a positive number, got {value}")
     accelerator = load_hardware(hardware)
     _check_objective(objective, accelerator)
-    spec = choose_kv_format(load_model(model), accelerator, None)
+    spec = fit_to_hardware(load_model(model), accelerator)
     read = read_trace(trace) if trace is not None else None
     if read is None:
         isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
@@ -129,7 +129,7 @@ def _check_objective(objective: Objective, accelerator: Accelerator) -> None:
 
 def _acceptance(model: ModelSpec, rate: float | None) -> Acceptance:
     if rate is None:
-        return default_acceptance(model.family)
+        return default_acceptance(model.family, model.draft.kind if model.draft else None)
     if not 0 <= rate <= 1:
         raise UsageError(f"--acceptance must lie between 0 and 1, got {rate}")
     return Acceptance(rates=(rate,), source="given on the command line, one conditional rate")

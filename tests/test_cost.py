@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from backends.sim.timeline import run_graph, simulate_step
 from deepinfer.cost.compose import critical_path, finish_times, operator_seconds, step_cost
 from deepinfer.cost.model import Cost, CostModel, CostProfile, OperatorParameters, Source, load_profile
-from deepinfer.engine.deployment import choose_kv_format
+from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase, Replay
@@ -32,7 +32,7 @@ def graph(
     model: str, hardware: str, layout: ParallelLayout, phase: Phase = "mixed", replay: Replay = "off", nextn: int = 0
 ) -> ExecutionGraph:
     accelerator = load_hardware(hardware)
-    spec = choose_kv_format(load_model(model), accelerator, None)
+    spec = fit_to_hardware(load_model(model), accelerator)
     return build_graph(spec, layout, ClusterSpec(accelerator, 64), GraphFeatures(phase, replay, nextn))
 
 
@@ -216,6 +216,16 @@ def test_fp4_products_run_at_the_fp8_rate_where_there_is_no_fp4() -> None:
     assert load_hardware("b200").peak_flops_per_s("fp4") == 2 * load_hardware("b200").peak_flops_per_s("fp8")
 
 
+@pytest.mark.parametrize("hardware", ["b200", "b300", "gb200-nvl72", "gb300-nvl72"])
+def test_fp4_index_scores_run_at_the_rate_of_fp8_keys(hardware: str) -> None:
+    """Whatever the part's FP4 peak is: twice FP8's on B200, three times on B300."""
+    costs = CostModel(load_hardware(hardware))
+    scan = next(o for o in graph(V41, hardware, ParallelLayout()).operators if o.kind is OpKind.INDEX_SCORE)
+    fp4, fp8 = (costs.cost(scan, Work(1e15, precision)).seconds for precision in ("fp4", "fp8"))
+    assert fp4 == fp8
+    assert fp8 == pytest.approx(1e15 / (0.322 * costs.accelerator.peak_flops_per_s("fp8")), rel=1e-3)
+
+
 def test_a_missing_number_is_named_and_not_guessed() -> None:
     costs, _ = model_of()
     other = Operator("other", OpKind.TOPK, (), (), lambda _: Work(), lambda _: 0)
@@ -226,7 +236,7 @@ def test_a_missing_number_is_named_and_not_guessed() -> None:
     gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
     with pytest.raises(NoDataError, match=r"h800: flops_per_s\.tf32"):
         bare.cost(gemm, Work(1.0, "tf32"))
-    with pytest.raises(UsageError, match=r"'ampere'.*blackwell, hopper"):
+    with pytest.raises(UsageError, match=r"'ampere'.*ascend, blackwell, hopper"):
         load_profile("ampere")
 
 
@@ -351,3 +361,27 @@ def test_grouped_products_against_published_h800_kernels(experts: int, rows: int
     shape = StepShape(Sequences.decoding(rows * experts / 8, 0.0, 1000.0))
     predicted = CostModel(load_hardware("h800")).cost(operator, operator.work(shape)).seconds
     assert within(float(predicted), up_s + down_s, 1.5)
+
+
+# hicann/cann-recipes-infer, inference guides of V4, V3.2 and R1: decode with forced balanced experts, attention DP and
+# expert parallelism over all chips, seconds per emitted token. Per row: requests a chip, context, drafts, tau.
+CANN_DECODE = [
+    ("deepseek-v4-flash", "ascend-950dt", 16, (1, 8192, 3, 2.44), 6.55e-3),
+    ("deepseek-v4-flash", "ascend-950dt", 16, (96, 8192, 1, 1.7), 16.46e-3),
+    ("deepseek-v4-pro", "ascend-950dt", 64, (48, 8192, 1, 1.7), 27.79e-3),
+    ("deepseek-v3", "ascend-910c", 64, (96, 4096, 1, 1.7), 44.9e-3),
+    ("deepseek-v3.2", "ascend-910c", 64, (8, 131_072, 3, 2.44), 25.8e-3),
+    ("deepseek-v4-flash", "ascend-910c", 64, (128, 8192, 1, 1.7), 29.17e-3),
+]
+
+
+@pytest.mark.parametrize(("model", "hardware", "chips", "load", "published_s"), CANN_DECODE)
+def test_ascend_decode_is_optimistic_by_a_known_factor(
+    model: str, hardware: str, chips: int, load: tuple[int, int, int, float], published_s: float
+) -> None:
+    """The profile has one paper's efficiencies and few start-ups: never slower than CANN, nor 2.3 times faster."""
+    requests, context, nextn, tau = load
+    built = graph(model, hardware, ParallelLayout(dp=chips, ep=chips), "decode", "off", nextn)
+    shape = StepShape(Sequences.decoding(float(requests), float(nextn), float(context)))
+    predicted = float(step_cost(built, shape, CostModel(load_hardware(hardware))).seconds) / tau
+    assert 1 / 2.3 <= predicted / published_s <= 1.0

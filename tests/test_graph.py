@@ -31,6 +31,8 @@ from deepinfer.model.parameters import parameters
 from deepinfer.model.spec import MoE
 
 V41, V3 = "deepseek-v4.1-flash", "deepseek-v3"
+V32, FLASH, PRO, KIMI, QWEN = "deepseek-v3.2", "deepseek-v4-flash", "deepseek-v4-pro", "kimi-k2", "qwen3-235b-a22b"
+MODELS = [V41, V3, V32, FLASH, PRO, KIMI, QWEN]
 KEEP = 140.0
 CONTEXTS = [4096, 16_384, 65_536, 131_072, 262_144, 1_048_576]
 ONE = ParallelLayout()
@@ -188,6 +190,120 @@ def test_v3_decode_reads_its_cache() -> None:
     assert far - near == pytest.approx(7 * 8000 * 70_272, rel=1e-9)
 
 
+# --- V3.2, V4, Kimi-K2, Qwen3: by hand, and the published ratios ------------------------------------------------------
+
+WEIGHT = {"fp4": 1.0, "fp8": 2.0, "bf16": 4.0, "tf32": 8.0}  # cost of a product (DeepInfer 0.1.0, flops_estimator.hpp)
+
+
+@pytest.mark.parametrize(("model", "share"), [(FLASH, 0.10), (PRO, 0.27)])
+def test_v4_decodes_at_1m_for_the_published_share_of_v32s_flops(model: str, share: float) -> None:
+    """Published for a single token at 1M: V4-Flash 10% (9.8 times fewer), V4-Pro 27%, in FP8 equivalents."""
+    ours, theirs = (
+        sum(w.flops * WEIGHT[w.precision] for w in works(graph(m, phase="decode"), decode(1_048_576.0)))
+        for m in (model, V32)
+    )
+    assert ours / theirs == pytest.approx(share, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [(FLASH, 13.27e9), (PRO, 49e9), (V32, 37.45e9), (KIMI, 32.6e9 - 163_840 * 7168), (QWEN, 22e9)],
+)
+def test_a_token_without_context_costs_its_active_parameters_twice(model: str, published: float) -> None:
+    assert flops(graph(model, phase="decode"), decode(1.0)) == pytest.approx(2 * published, rel=0.025)
+
+
+@pytest.mark.parametrize("context", [1, 1000, 4096, 163_840])
+def test_v32_decode_flops_by_hand(context: int) -> None:
+    """Absorbed attention over 2,048 tokens at most; 64 index heads of 128 score all of them."""
+    core = 128 * (576 + 512) * min(context, 2048)
+    index = 64 * 128 * context + 7168 * 128 + 1536 * 64 * 128 + 7168 * 64
+    macs = 61 * (V3_QUERIES + V3_EXPAND + V3_OUTPUT + core + index) + V3_FFN + V3_HEAD
+    assert flops(graph(V32, phase="decode"), decode(float(context))) == pytest.approx(2 * macs, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 0), (4096, 0), (512, 8192)])
+def test_v32_prefill_attends_to_the_selected_tokens_only(rows: int, context: int) -> None:
+    seen_tokens = range(context + 1, context + rows + 1)
+    g, shape = graph(V32, phase="prefill"), prompt(float(rows), float(context))
+    core = 61 * 2 * 128 * (576 + 512) * sum(min(n, 2048) for n in seen_tokens)
+    assert flops(g, shape, named("attention_prefill")) == pytest.approx(core, rel=1e-9)
+    assert flops(g, shape, named("index_score")) == pytest.approx(61 * 2 * 64 * 128 * sum(seen_tokens), rel=1e-9)
+
+
+@pytest.mark.parametrize("context", [512, 8192, 1_048_576])
+def test_v4_flash_decode_attention_by_hand(context: int) -> None:
+    """21 CSA layers: 512 of context / 4; 20 HCA layers: all of context / 128; 128 of window in all 43."""
+    g, shape = graph(FLASH, phase="decode"), decode(float(context))
+    entries = 43 * min(context, 128) + 21 * min(context / 4, 512) + 20 * context / 128
+    assert flops(g, shape, named("attention_decode")) == pytest.approx(4 * 64 * 512 * entries, rel=1e-9)
+    scored = 21 * context / 4
+    assert flops(g, shape, named("index_score")) == pytest.approx(2 * 64 * 128 * scored, rel=1e-9)
+    assert sum(w.bytes_read for w in works(g, shape, named("index_score"))) == pytest.approx(68 * scored, rel=1e-9)
+    read = sum(w.bytes_read for w in works(g, shape, named("attention_decode")))
+    assert read == pytest.approx(584 * entries + 43 * 2 * 64 * 512, rel=1e-9)
+
+
+def test_v4_flash_writes_its_kv() -> None:
+    """3,514.25 B of global KV a token, by 41 owners."""
+    stores = works(graph(FLASH, phase="decode"), decode(4096.0, 32.0), named("store_global_kv"))
+    assert len(stores) == 41
+    assert sum(w.bytes_written for w in stores) == pytest.approx(32 * 3514.25, rel=1e-12)
+
+
+def test_v4_hash_layers_dispatch_without_waiting_for_the_router() -> None:
+    layout = ParallelLayout(dp=8, ep=8)
+    reads = [o.inputs for b in graph(FLASH, layout).blocks for o in b.operators if o.name == "dispatch"]
+    assert reads == [("ffn_in",)] * 3 + [("ffn_in", "routing")] * 40
+
+
+@pytest.mark.parametrize("nextn", [1, 3])
+def test_v4_mtp_drafts_one_row_a_pass(nextn: int) -> None:
+    """A window-only block of 6.6B, 7 of 257 experts touched; the streams and the token are projected: 5 rows."""
+    shape = decode(5000.0, 10.0, float(nextn))
+    g = graph(FLASH, phase="decode", nextn=nextn)
+    extra = flops(g, shape) - flops(graph(FLASH, phase="decode"), shape)
+    block = 106_954_752 + 7 * 25_165_824 + 4096 * 256 + 786_432 + 5 * 4096 * 4096 + 2 * 64 * 512 * 128
+    rows = 10 * (1 + nextn) + 10 * (nextn - 1)
+    assert extra == pytest.approx(2 * (rows * block + nextn * 10 * 529_530_880), rel=2e-3)
+
+
+@pytest.mark.parametrize("context", [1, 4096, 40_960])
+def test_qwen3_decode_by_hand(context: int) -> None:
+    """64 query heads over 4 key and value heads of 128, 94 layers, no shared expert; 192,512 B of cache a token."""
+    layer = 4096 * (64 + 2 * 4) * 128 + 64 * 128 * 4096 + 8 * 3 * 4096 * 1536 + 4096 * 128
+    macs = 94 * (layer + 2 * 64 * 128 * context) + 4096 * 151_936
+    g = graph(QWEN, phase="decode")
+    assert flops(g, decode(float(context))) == pytest.approx(2 * macs, rel=1e-9)
+    near, far = (sum(w.bytes_read for w in works(g, decode(c, 7.0), named("attention_decode"))) for c in (1e3, 9e3))
+    assert far - near == pytest.approx(7 * 8000 * 192_512, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "context"), [(1, 0), (4096, 0), (512, 8192)])
+def test_qwen3_prefill_attention_by_hand(rows: int, context: int) -> None:
+    pairs = sum(range(context + 1, context + rows + 1))
+    found = flops(graph(QWEN, phase="prefill"), prompt(float(rows), float(context)), named("attention_prefill"))
+    assert found == pytest.approx(94 * 4 * 64 * 128 * pairs, rel=1e-9)
+
+
+def test_kimi_decode_flops_by_hand() -> None:
+    """V3's layers with 64 heads, 384 experts and one dense layer."""
+    attention = 7168 * 1536 + 1536 * 64 * 192 + 7168 * 576 + 512 * 64 * 256 + 64 * 128 * 7168 + 64 * 1088 * 4096
+    ffn = 3 * 7168 * 18_432 + 60 * (9 * 3 * 7168 * 2048 + 7168 * 384)
+    macs = 61 * attention + ffn + 7168 * 163_840
+    assert flops(graph(KIMI, phase="decode"), decode(4096.0)) == pytest.approx(2 * macs, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_reads_its_dense_weights_once_a_step(model: str) -> None:
+    """A V4 or V3 decode step, rows taken out: FP8 weights that prefill would expand are read in BF16 when absorbed."""
+    g, products = graph(model, phase="decode"), lambda o: o.kind is OpKind.GEMM
+    two, four = (sum(w.bytes_read for w in works(g, decode(4096.0, n), products)) for n in (2.0, 4.0))
+    dense = [p for p in parameters(load_model(model)) if p.owner == "backbone" and p.placement == "replicated"]
+    stored = sum(p.num_bytes for p in dense if p.item not in ("embedding", "hyper_connections"))
+    assert 2 * two - four == pytest.approx(stored, rel=0.07 if model in (V3, V32, KIMI) else 1e-9)
+
+
 # --- what rows see --------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +387,7 @@ LAYOUTS = [ParallelLayout(dp=8 // cp, cp=cp, ep=ep) for cp in (1, 2, 4, 8) for e
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("model", [V41, V3])
+@pytest.mark.parametrize("model", [V41, V3, V32, FLASH, QWEN])
 def test_total_flops_do_not_depend_on_cp_and_ep(model: str, phase: Phase) -> None:
     # V3's prefill expands a prompt's keys and values again on every rank of its replica.
     shared_out = named("kv_b")
@@ -372,6 +488,10 @@ def element(shape: StepShape, i: int) -> StepShape:
         (V3, ParallelLayout(dp=8, ep=8), "mixed", "off", 3),
         (V3, ParallelLayout(dp=1, cp=8, ep=2), "prefill", "off", 0),
         (V3, ParallelLayout(dp=16, ep=16), "decode", "off", 1),
+        (V32, ParallelLayout(dp=2, cp=8, ep=16), "mixed", "off", 2),
+        (FLASH, ParallelLayout(dp=8, ep=8), "mixed", "off", 3),
+        (PRO, ParallelLayout(dp=4, cp=2, ep=8), "prefill", "off", 0),
+        (QWEN, ParallelLayout(dp=2, cp=8, ep=16), "mixed", "off", 0),
     ],
 )
 def test_arrays_of_shapes_cost_what_each_shape_costs(
@@ -398,16 +518,16 @@ def test_arrays_of_shapes_cost_what_each_shape_costs(
             assert seconds[i] >= 0
 
 
-@pytest.mark.parametrize("model", [V41, V3])
+@pytest.mark.parametrize("model", MODELS)
 def test_a_step_without_rows_is_no_work(model: str) -> None:
-    layout = ParallelLayout(dp=8, ep=8)
-    for w in works(graph(model, layout, nextn=1), StepShape(Sequences(0.0, 1.0, 100.0, 1.0, 1.0))):
+    layout, nextn = ParallelLayout(dp=8, ep=8), 0 if load_model(model).draft is None else 1
+    for w in works(graph(model, layout, nextn=nextn), StepShape(Sequences(0.0, 1.0, 100.0, 1.0, 1.0))):
         sent = w.message.scale_up_bytes + w.message.scale_out_bytes if w.message else 0.0
         assert (w.flops, w.bytes_read, w.bytes_written, sent) == (0, 0, 0, 0)
 
 
 def test_a_graph_of_one_phase_is_the_mixed_graph_without_the_other() -> None:
-    for model in (V41, V3):
+    for model in MODELS:
         mixed = flops(graph(model), decode(3000.0, 8.0))
         assert flops(graph(model, phase="decode"), decode(3000.0, 8.0)) == pytest.approx(mixed, rel=1e-12)
         assert flops(graph(model, phase="prefill"), prompt(700.0)) == flops(graph(model), prompt(700.0))

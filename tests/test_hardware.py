@@ -12,22 +12,24 @@ from pydantic import BaseModel
 
 import deepinfer.hardware.spec as spec
 from deepinfer.cost.model import load_profile
+from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import UsageError
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import ClusterSpec, Quantity, hardware_names, load_hardware
 from deepinfer.model.hf import card_names, load_model
+from deepinfer.model.parameters import parameters
 
 CATALOG = Path(spec.__file__).parent / "catalog"
 # What a server accelerator of 2020-2030 can have; a slipped prefix or unit falls outside.
 SANE = {
-    "FLOP/s": (1e14, 1e17),
+    "FLOP/s": (2e13, 1e17),
     "B/s": (1e10, 5e13),
     "B": (2e10, 2e12),
     "s": (1e-7, 1e-2),
     "W": (200, 10_000),
     "USD/h": (0.2, 50),
     "SM": (20, 400),
-    "GPU": (1, 1024),
+    "GPU": (1, 10_000),
 }
 UNITS = {
     r"flops_per_s\.\w+": "FLOP/s",
@@ -84,14 +86,17 @@ def test_the_parts_of_an_accelerator_fit_together(name: str) -> None:
     part = load_hardware(name)
     assert part.name == name
     assert part.family == load_profile(part.family).family
-    # Every tensor core generation of the catalog doubles its dense rate with each halving of the operands.
+    # Every generation of the catalog doubles its dense rate with 8-bit operands, NVIDIA's also from TF32 to BF16.
     tf32, bf16, fp8 = (part.peak_flops_per_s(p) for p in ("tf32", "bf16", "fp8"))
-    assert (bf16 / tf32, fp8 / bf16) == pytest.approx((2, 2), rel=0.05)
+    assert fp8 / bf16 == pytest.approx(2, rel=0.05)
+    assert bf16 / tf32 == pytest.approx(2, rel=0.05) if part.family != "ascend" else bf16 > 2 * tf32
     assert part.hbm_bytes_per_s.value > part.scale_up.bytes_per_s.value > part.scale_out.bytes_per_s.value
     assert part.scale_up_domain.value % part.gpus_per_host.value == 0
     models = {load_model(card).family: load_model(card) for card in card_names()}
     for family, kv in part.kv_format.items():
         assert models[family].with_kv(kv).kv.name == kv
+    for model in models.values():
+        assert model.with_weights(part.weight_format).expert_format.bytes_per_parameter <= 2
 
 
 def test_numbers_that_everybody_knows() -> None:
@@ -102,6 +107,32 @@ def test_numbers_that_everybody_knows() -> None:
     assert ClusterSpec(load_hardware("gb200-nvl72"), 288).domain == 72
     assert ClusterSpec(load_hardware("gb200-nvl72"), 16).domain == 16
     assert ClusterSpec(load_hardware("b200"), 16).domain == 8
+    assert ClusterSpec(load_hardware("ascend-910c"), 1024).domain == 384
+    assert load_hardware("h100").hbm_bytes_per_s.value == 3.35e12
+    # Blackwell Ultra: FP4 at 1.5 times Blackwell's rate, everything else alike.
+    ultra, plain = (load_hardware(name) for name in ("gb300-nvl72", "gb200-nvl72"))
+    assert ultra.peak_flops_per_s("fp4") == 1.5 * plain.peak_flops_per_s("fp4")
+    assert ultra.peak_flops_per_s("fp8") == plain.peak_flops_per_s("fp8")
+
+
+def test_910c_serves_8_bit_models_as_int8() -> None:
+    """No FP8 units: the INT8 rate, twice BF16's; V4's FP4 experts are stored as INT8, one byte each."""
+    part = load_hardware("ascend-910c")
+    assert "fp8" not in part.flops_per_s
+    assert part.peak_flops_per_s("fp8") == part.peak_flops_per_s("fp4") == 1.504e15
+    spec = fit_to_hardware(load_model("deepseek-v4-flash"), part)
+    experts = [p for p in parameters(spec) if p.item == "experts" and p.owner == "backbone"]
+    assert sum(p.num_bytes for p in experts) == 43 * 256 * 25_165_824
+    assert spec.kv.name == "bf16"
+    unchanged = fit_to_hardware(load_model("deepseek-v4-flash"), load_hardware("b200"))
+    assert unchanged == load_model("deepseek-v4-flash")
+    assert fit_to_hardware(load_model("deepseek-v3"), load_hardware("b200"), "fp8").kv.name == "fp8"
+
+
+def test_an_unknown_weight_format_of_a_users_file_is_named() -> None:
+    part = load_hardware("ascend-910c").model_copy(update={"weight_format": {"mxfp4": "int3"}})
+    with pytest.raises(UsageError, match=r"'int3': known are int8"):
+        fit_to_hardware(load_model("deepseek-v4-flash"), part)
 
 
 def test_host_numbers_are_sourced_and_sane() -> None:
@@ -179,10 +210,10 @@ def test_paths_that_hold_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("h20", "h200"), ("H900", "h[28]00"), ("gb200", "gb200-nvl72"), ("b20", "b200")]
+    ("typed", "meant"), [("h20", "h200"), ("H900", "h[128]00"), ("gb200", "gb200-nvl72"), ("b20", "b200")]
 )
 def test_an_unknown_name_suggests_the_nearest(typed: str, meant: str) -> None:
     with pytest.raises(
-        UsageError, match=f"'{typed}': did you mean {meant}\\?.*known are b200, gb200-nvl72, h200, h800"
+        UsageError, match=f"'{typed}': did you mean {meant}\\?.*known are {', '.join(hardware_names())}"
     ):
         load_hardware(typed)

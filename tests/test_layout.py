@@ -127,6 +127,17 @@ def test_request_state_is_the_published_one() -> None:
     assert state_bytes_per_request(V3, 1) == 0
 
 
+def test_state_of_a_v4_request() -> None:
+    """Rings of 128 + 2 records in 43 layers and the MTP block; FP32 tails of 21 CSA and 20 HCA compressors.
+
+    transformers 5.24.0: CSA makes 2 x 512 values and gates a token, 2 x 128 of each for index keys, pools 8 tokens;
+    HCA makes 512 of each and pools 128.
+    """
+    rings = 44 * 130 * 584
+    tails = 21 * 4 * (4 * 512 + 4 * 128) * (8 + 1) + 20 * 4 * (2 * 512) * (128 + 1)
+    assert state_bytes_per_request(load_model("deepseek-v4-flash"), 1) == rings + tails
+
+
 def test_a_kv_block_is_the_published_one() -> None:
     budget = memory_budget(V41, ParallelLayout(dp=8, ep=8), load_hardware("b200"), settings_of())
     assert budget.block_bytes == 113_920

@@ -2,7 +2,9 @@
 
 Published: the V4.1 model card and report abstract (552B, 16B and 8B active, 890 B of KV a token), audits of the
 checkpoint's headers (763,205,315,794 parameters, 510.29 GB), DeepSeek's own cache engine (528, 288 and 68 B
-records), the V3 report (671B, 37B active) and its record of 576 BF16 numbers a layer.
+records), the V3 report (671B, 37B active) and its record of 576 BF16 numbers a layer. V4-Flash: 284B, 13B active,
+3,514 B a token; V4-Pro: 1.6T, 49B active, a tenth of V3.2's KV; V3.2: V3 and an indexer a layer, 48,068 B a token;
+Kimi-K2 report: 1.04T, 32.6B active; Qwen3 report: 235B, 22B active.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import deepinfer.model.hf as hf
 from deepinfer.errors import UsageError
 from deepinfer.model.hf import card_names, load_model, parse_config
 from deepinfer.model.parameters import Parameters, parameters
-from deepinfer.model.spec import CompressedAttention, ModelSpec, MoE
+from deepinfer.model.spec import CompressedAttention, LatentAttention, ModelSpec, MoE
+from deepinfer.scheduler.speculation import default_acceptance
 
 EXPERT = 35_389_440  # 3 x 5120 x 2304
 TOUCHED = {"attention", "experts", "shared_experts", "router", "hyper_connections"}
@@ -140,6 +143,63 @@ def test_v3_parameters_are_the_published_ones() -> None:
     assert draft + 2 * 129_280 * 7168 == pytest.approx(14e9, rel=0.05)
 
 
+def active(spec: ModelSpec) -> int:
+    return sum(p.active for p in parameters(spec) if p.owner == "backbone")
+
+
+@pytest.mark.parametrize(
+    ("model", "total", "touched", "rounding"),
+    [
+        ("deepseek-v4-flash", 284.33e9, 13.27e9, 1e-3),
+        ("deepseek-v4-pro", 1.6e12, 49e9, 0.02),
+        ("deepseek-v3.2", 671.0e9 + 0.85e9, 36.6e9 + 0.85e9, 1e-3),
+        ("qwen3-235b-a22b", 235e9, 22e9, 0.02),
+        # The report's 1.04T and 32.6B count more than the 1,026B that the shapes add up to (an embedding in the 32.6B).
+        ("kimi-k2", 1.04e12, 32.6e9, 0.03),
+    ],
+)
+def test_parameters_are_the_published_ones(model: str, total: float, touched: float, rounding: float) -> None:
+    spec = load_model(model)
+    assert backbone(spec) == pytest.approx(total, rel=rounding)
+    assert active(spec) == pytest.approx(touched, rel=rounding)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "count"),
+    [
+        ("attention", 0, 106_954_752),
+        ("attention", 3, 106_954_752),
+        ("experts", 2, 256 * 25_165_824),
+        ("shared_experts", 2, 25_165_824),
+        ("router", 2, 4096 * 256),
+        ("hyper_connections", 2, 786_432),
+        ("compressor", 1, 0),
+        ("compressor", 2, 2 * 4096 * 1024),  # values and gates, each of two entries: CSA overlaps
+        ("compressor", 3, 2 * 4096 * 512),
+        ("index_keys", 2, 2 * 4096 * 256),
+        ("index_queries", 2, 1024 * 64 * 128),
+        ("index_weights", 2, 4096 * 64),
+        ("index_keys", 3, 0),
+        ("index_queries", 3, 0),
+        ("embedding", None, 529_530_880),
+    ],
+)
+def test_v4_flash_parameters_of_one_item(name: str, layer: int | None, count: int) -> None:
+    """Shapes of transformers 5.24.0, modeling_deepseek_v4."""
+    assert item(load_model("deepseek-v4-flash"), name, layer) == count
+
+
+def test_v4_flash_bytes_of_experts_are_the_published_ones() -> None:
+    experts = [p for p in parameters(load_model("deepseek-v4-flash")) if p.item == "experts" and p.owner == "backbone"]
+    assert sum(p.num_bytes for p in experts) == pytest.approx(147.2e9, rel=1e-3)
+    assert sum(p.num_bytes * p.active / p.count for p in experts) == pytest.approx(3.45e9, rel=1e-3)
+
+
+def test_v32_indexers_are_the_published_ones() -> None:
+    names = ("index_keys", "index_queries", "index_weights")
+    assert sum(item(load_model("deepseek-v3.2"), name) for name in names) == pytest.approx(0.85e9, rel=0.01)
+
+
 # --- KV cache and layer roles ---------------------------------------------------------------------------------------
 
 
@@ -150,11 +210,16 @@ def test_v3_parameters_are_the_published_ones() -> None:
         ("deepseek-v4.1-flash", "mxfp8", 1490),
         ("deepseek-v4.1-flash", "bf16", 3200),
         ("deepseek-v4.1-flash", "fp8-v4", 1790),  # 2.5 x (584 + 132): V4's record with FP8 index keys
+        ("deepseek-v4-flash", "fp8", 3514.25),
+        ("deepseek-v4-flash", "fp8-v4", 3850.25),  # FP8 index keys
+        ("deepseek-v3.2", "fp8", 48_068),
+        ("kimi-k2", "bf16", 70_272),  # V3's layers and latent
+        ("qwen3-235b-a22b", "bf16", 94 * 2 * 4 * 128 * 2),
         ("deepseek-v3", "bf16", 70_272),
         ("deepseek-v3", "fp8", 40_016),
     ],
 )
-def test_kv_bytes_per_token(model: str, kv: str, published: int) -> None:
+def test_kv_bytes_per_token(model: str, kv: str, published: float) -> None:
     assert load_model(model).with_kv(kv).kv_bytes_per_token == published
 
 
@@ -162,6 +227,83 @@ def test_window_rings_of_a_request() -> None:
     assert v41().window_bytes_per_request() == 2_703_360
     assert v41().window_bytes_per_request(with_draft=True) == 43 * 67_584
     assert v3().window_bytes_per_request() == 0
+
+
+def test_v4_kv_is_a_small_share_of_v32s() -> None:
+    """Published: V4-Flash 7% (13.7 times less), V4-Pro 10%."""
+    v32, flash, pro = (load_model(f"deepseek-{x}").kv_bytes_per_token for x in ("v3.2", "v4-flash", "v4-pro"))
+    assert v32 / flash == pytest.approx(13.7, rel=5e-3)
+    assert pro / v32 == pytest.approx(0.10, abs=0.006)
+
+
+def test_v4_window_rings_of_a_request() -> None:
+    assert load_model("deepseek-v4-flash").window_bytes_per_request() == 43 * 128 * 584
+
+
+@pytest.mark.parametrize(
+    ("model", "windows", "sparse", "dense"), [("deepseek-v4-flash", 2, 21, 20), ("deepseek-v4-pro", 0, 30, 31)]
+)
+def test_v4_layers_own_their_kv(model: str, windows: int, sparse: int, dense: int) -> None:
+    found = {"window": 0, "CSA": 0, "HCA": 0}
+    for layer in load_model(model).layers:
+        attention, ffn = layer.attention, layer.ffn
+        assert isinstance(attention, CompressedAttention)
+        assert isinstance(ffn, MoE)
+        assert ffn.hash_routed == (layer.index < 3)
+        if not attention.ratio:
+            found["window"] += 1
+            assert not attention.owns_kv
+            continue
+        assert attention.kv_owner == layer.index
+        found["CSA" if attention.runs_indexer else "HCA"] += 1
+        assert (attention.ratio, attention.pooled_tokens) == ((4, 8) if attention.runs_indexer else (128, 128))
+    assert found == {"window": windows, "CSA": sparse, "HCA": dense}
+
+
+def test_v4_draft_module_is_mtp_or_dspark_by_its_config() -> None:
+    preview = load_model("deepseek-v4-flash").draft
+    assert preview is not None
+    assert (preview.kind, len(preview.layers)) == ("mtp", 1)
+    assert isinstance(preview.layers[0].attention, CompressedAttention)
+    assert preview.layers[0].attention.ratio == 0
+    # 6.6B: one block and its two projections.
+    assert counted(load_model("deepseek-v4-flash"), lambda p: p.owner == "draft") == pytest.approx(6.6e9, rel=5e-3)
+    # V4-Flash-0731: three blocks, five drafts, taps at the last three layers.
+    config = raw("deepseek-v4-flash") | {
+        "num_nextn_predict_layers": 3, "dspark_block_size": 5, "dspark_target_layer_ids": [40, 41, 42]
+    }  # fmt: skip
+    draft = parse_config(config, "0731").draft
+    assert draft is not None
+    assert (draft.kind, len(draft.layers), draft.max_drafts, draft.markov_rank) == ("dspark", 3, 5, 256)
+    assert draft.target_layers == (40, 41, 42)
+
+
+def test_v32_has_an_indexer_in_every_layer() -> None:
+    spec = load_model("deepseek-v3.2")
+    for layer in spec.layers:
+        assert isinstance(layer.attention, LatentAttention)
+        indexer = layer.attention.indexer
+        assert indexer is not None
+        assert (indexer.num_heads, indexer.dim, indexer.topk) == (64, 128, 2048)
+    assert spec.draft_kv_bytes_per_token == 656 + 132
+
+
+@pytest.mark.parametrize(
+    ("family", "draft", "lengths"),
+    [
+        ("deepseek-v4", "mtp", {1: 1.79, 2: 2.27, 3: 2.49, 4: 2.54, 5: 2.55}),
+        ("deepseek-v4", "dspark", {7: 2.91}),
+        ("kimi-k2", None, {1: 1.83, 8: 3.77}),
+        ("deepseek-v4.1", "dspark", {5: 3.51}),
+        ("qwen3-moe", None, {1: 1.0, 5: 1.0}),
+    ],
+)
+def test_default_acceptance_gives_the_published_lengths(
+    family: str, draft: str | None, lengths: dict[int, float]
+) -> None:
+    acceptance = default_acceptance(family, draft)
+    for nextn, published in lengths.items():
+        assert acceptance.tau(nextn) == pytest.approx(published, abs=0.01)
 
 
 def test_v41_layer_roles_are_those_of_the_table() -> None:
@@ -206,7 +348,8 @@ def test_a_card_loads_alike_by_name_file_and_folder(name: str, tmp_path: Path) -
     assert load_model(str(folder)) == shipped
     assert load_model(str(folder / "config.json")) == shipped
     assert load_model(str(loose)) == shipped
-    assert load_model(f"deepseek-ai/{name.title()}") == shipped
+    organisation = {"k": "moonshotai", "q": "Qwen"}.get(name[0], "deepseek-ai")
+    assert load_model(f"{organisation}/{name.title()}") == shipped
 
 
 def test_fewer_layers_leave_out_exactly_their_parameters() -> None:
@@ -323,6 +466,29 @@ def test_an_inconsistent_v41_config_is_refused(change: dict[str, Any], named: st
     config["text_config"] |= change
     with pytest.raises(UsageError, match=named):
         parse_config(config, "mine")
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "named"),
+    [
+        ("deepseek-v4-flash", {"compress_ratios": [0, 0, 4]}, "compress_ratios has 3 entries for 43 layers"),
+        ("deepseek-v4-flash", {"compress_ratios": [0, 0] + [8] * 42}, "layer 2 has ratio 8, known are 0, 4, 128"),
+        ("deepseek-v4-flash", {"index_topk": None}, "index_topk"),
+        ("deepseek-v3.2", {"index_n_heads": 0}, "index_n_heads"),
+        ("kimi-k2", {"num_experts_per_tok": 385}, "num_experts_per_tok"),
+        ("qwen3-235b-a22b", {"num_key_value_heads": "four"}, "num_key_value_heads"),
+    ],
+)
+def test_a_wrong_config_of_a_later_family_is_named(model: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        parse_config(raw(model) | change, "mine")
+
+
+def test_qwen3_layers_without_experts_are_dense() -> None:
+    config = raw("qwen3-235b-a22b") | {"mlp_only_layers": [0, 5]}
+    spec = parse_config(config, "mine")
+    assert [x.index for x in spec.layers if not isinstance(x.ffn, MoE)] == [0, 5]
+    assert item(spec, "ffn", 5) == 3 * 4096 * 12_288
 
 
 def test_an_unknown_kv_format_lists_the_known_ones() -> None:

@@ -78,12 +78,8 @@ class Entry:
 
 @lru_cache
 def device(name: str) -> Accelerator:
-    """An accelerator of the catalog; H100 is an H200 with 3.35 TB/s of HBM (NVIDIA H100 SXM datasheet)."""
-    if name != "h100":
-        return load_hardware(name)
-    h200 = load_hardware("h200")
-    hbm = h200.hbm_bytes_per_s.model_copy(update={"value": 3.35e12})
-    return h200.model_copy(update={"hbm_bytes_per_s": hbm})
+    """An accelerator of the catalog."""
+    return load_hardware(name)
 
 
 def predict(parts: list[Rows], key: str, values: dict[str, float]) -> Array:
@@ -223,6 +219,7 @@ BORROWED = {
     "gemm.tf32": ("gemm.bf16", "against the TF32 peak"),
     "grouped_gemm.bf16": ("grouped_gemm.fp8", "against the BF16 peak"),
     "index_score.fp4": ("index_score.fp8", "at the rate of FP8 keys"),
+    "index_score.bf16": ("index_score.fp8", "against the BF16 peak"),
 }
 # The line through two times of a top-k over FP32 scores: 2.4 MB in 14.3 us, 116 MB in 112 us, at 7.7 TB/s.
 TOP_K_SOURCE = "TensorRT-LLM's V3.2 and V4 blogs, B200: 64 x 9,295 in 14.3 us, 148 x 196,608 in 112 us"
@@ -240,15 +237,13 @@ def add_unmeasured(family: str, profile: Profile) -> None:
     for key, (near, why) in BORROWED.items():
         source = f"no data of its own: borrowed from {near}, {why}"
         profile[key] = {**profile[near], "kind": "roofline", "source": source}
+    profile["index_score.fp4"]["peak"] = "fp8"
     if foreign:
         profile["sample"]["source"] += "; these are Blackwell's start-up and share of bandwidth"
 
 
 def complete_blackwell(profile: Profile, hopper: Profile) -> None:
-    """FP8's rate as a share of the FP4 peak, which is twice FP8's on B200 and GB200; scale-out from Hopper."""
-    score = profile["index_score.fp4"]
-    score["compute_efficiency"] = float(f"{score['compute_efficiency'] / 2:.3g}")
-    score["source"] += ": half its share of the peak, as the FP4 peak is twice the FP8 peak"
+    """Scale-out efficiencies from Hopper."""
     for key in ("dispatch", "combine"):
         profile[key] = {"scale_out_efficiency": hopper[key]["scale_out_efficiency"], **profile[key]}
         profile[key]["source"] += f"; scale-out efficiency not of Blackwell: borrowed from {key} of Hopper, DeepEP V1"
@@ -277,7 +272,7 @@ def fit_family(root: Path, family: str) -> Profile:
 
 def to_toml(family: str, profile: Profile) -> str:
     """The profile file; numbers and ASCII strings are written alike in JSON and TOML."""
-    devices = "H800, H100 and H200" if family == "hopper" else "B200 and GB200 NVL72"
+    devices = "H800, H100 and H200" if family == "hopper" else "B200 and GB200 NVL72; B300 and GB300 are taken alike"
     lines = [f'family = "{family}"', f'description = "{devices}; written by tools/fit_profiles.py"']
     for key in sorted(profile):
         fields = [f"{name} = {json.dumps(value)}" for name, value in profile[key].items()]

@@ -3,10 +3,11 @@
     seconds = startup + ((flops / (peak x e_c x r / (r + r_half)))^p + (bytes / (bandwidth x e_m))^p)^(1/p)
                       + message time
 
-with r the rows that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach, and p how sharply
-the roofline's knee is rounded (p = 1: the two terms add up; p large: the larger one counts). A message takes the longer
-of its scale-up and scale-out parts, each bytes / (bandwidth x efficiency) plus the link's latency beyond the start-up,
-if the catalog has one.
+with r the rows that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach (e_c is a share of
+the peak at the work's precision, or at the one an entry names as its `peak`), and p how sharply the roofline's knee is
+rounded (p = 1: the two terms add up; p large: the larger one counts). A message takes the longer of its scale-up and
+scale-out parts, each bytes / (bandwidth x efficiency) plus the link's latency beyond the start-up, if the catalog has
+one.
 """
 
 from __future__ import annotations
@@ -45,12 +46,17 @@ class Cost:
 
 
 class OperatorParameters(BaseModel):
-    """Fitted parameters of one kind of operator on one accelerator family; see the module's formula."""
+    """Fitted parameters of one kind of operator on one accelerator family; see the module's formula.
+
+    `peak` is for kernels that run at another precision's rate than their operands suggest: the ratio of two peaks
+    differs between parts of one family (FP4 has 2 times FP8's on B200, 3 times on B300).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     startup_s: Annotated[float, Field(ge=0)]
     compute_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    peak: Precision | None = None
     memory_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
     rows_half: Annotated[float, Field(ge=0)] = 0.0
     sharpness: Annotated[float, Field(ge=1)] = 4.0
@@ -125,7 +131,7 @@ class CostModel:
         p = self.profile.parameters(kind, precision)
         rates = _Rates(
             parameters=p,
-            flops_per_s=self.accelerator.peak_flops_per_s(precision) * p.compute_efficiency,
+            flops_per_s=self.accelerator.peak_flops_per_s(p.peak or precision) * p.compute_efficiency,
             bytes_per_s=self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency,
             source=Source[p.kind.upper()],
         )

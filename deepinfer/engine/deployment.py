@@ -66,10 +66,11 @@ class Deployment:
         )
 
 
-def choose_kv_format(model: ModelSpec, accelerator: Accelerator, name: str | None) -> ModelSpec:
-    """The model with the KV format asked for, or the one that the accelerator has kernels for."""
-    wanted = name or accelerator.kv_format.get(model.family)
-    return model.with_kv(wanted) if wanted else model
+def fit_to_hardware(model: ModelSpec, accelerator: Accelerator, kv_format: str | None = None) -> ModelSpec:
+    """The model in the formats that the accelerator has kernels for; `kv_format` overrides the choice of the KV's."""
+    wanted = kv_format or accelerator.kv_format.get(model.family)
+    converted = model.with_weights(accelerator.weight_format)
+    return converted.with_kv(wanted) if wanted else converted
 
 
 def resolve(plan: Plan) -> tuple[Deployment, ...]:
@@ -87,7 +88,7 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
         if pool.role != "mixed":
             raise UsageError(f"pool role {pool.role!r} is not supported yet: only mixed pools run")
         layout, settings = pool.layout.resolve(), pool.settings
-        fitted = choose_kv_format(model, accelerator, settings.kv_format)
+        fitted = fit_to_hardware(model, accelerator, settings.kv_format)
         budget = memory_budget(fitted, layout, accelerator, settings)
         share = plan.gpus * layout.num_ranks / used
         deployments.append(Deployment(fitted, cluster, layout, settings, pool.replicas, share, budget, host))

@@ -17,6 +17,9 @@ from deepinfer.files import file_exists, first_fault, read_toml
 _CATALOG = Path(__file__).parent / "catalog"
 
 Precision = Literal["fp4", "fp8", "bf16", "tf32"]
+Rate = Literal["fp4", "fp8", "int8", "bf16", "tf32"]
+# Whose rate serves a precision that a part has no units for: FP4 products run as FP8, 8-bit products as INT8.
+_STAND_INS: dict[Precision, tuple[Rate, ...]] = {"fp4": ("fp8", "int8"), "fp8": ("int8",)}
 Kind = Literal["datasheet", "measured", "published", "derived", "roadmap"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -43,14 +46,18 @@ class Link(BaseModel):
 
 
 class Accelerator(BaseModel):
-    """One accelerator of the catalog. `flops_per_s` are dense peaks by precision; `family` picks cost profiles."""
+    """One accelerator of the catalog. `flops_per_s` are dense peaks by precision; `family` picks cost profiles.
+
+    `kv_format` by model family and `weight_format` by checkpoint format name what a model is converted to where its own
+    formats have no kernels.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     name: str
     description: str
     family: str
-    flops_per_s: dict[Precision, Quantity]
+    flops_per_s: dict[Rate, Quantity]
     num_sms: Quantity
     hbm_bytes: Quantity
     hbm_bytes_per_s: Quantity
@@ -61,6 +68,7 @@ class Accelerator(BaseModel):
     power_w: Quantity | None = None
     price_usd_per_hour: Quantity | None = None
     kv_format: dict[str, str] = Field(default_factory=dict)
+    weight_format: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _whole_counts(self) -> Accelerator:
@@ -70,18 +78,14 @@ class Accelerator(BaseModel):
         return self
 
     def peak_flops_per_s(self, precision: Precision) -> float:
-        """Dense peak at a precision; FP4 products run at the FP8 rate on parts without FP4 tensor cores.
+        """Dense peak at a precision, or at the nearest wider one of 8 bits that the part has units for.
 
         Raises NoDataError when the catalog has no number for it.
         """
-        quantity = self.flops_per_s.get(precision)
-        if quantity is None and precision == "fp4":
-            quantity = self.flops_per_s.get("fp8")
-        if quantity is None:
-            raise NoDataError(
-                f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source"
-            )
-        return quantity.value
+        for rate in (precision, *_STAND_INS.get(precision, ())):
+            if rate in self.flops_per_s:
+                return self.flops_per_s[rate].value
+        raise NoDataError(f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source")
 
 
 @dataclass(frozen=True)

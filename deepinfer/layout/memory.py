@@ -11,7 +11,7 @@ from deepinfer.hardware.spec import Accelerator
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.parameters import parameters
-from deepinfer.model.spec import CompressedAttention, ModelSpec, MoE
+from deepinfer.model.spec import Attention, CompressedAttention, GroupedQueryAttention, ModelSpec, MoE
 from deepinfer.numeric import Num
 from deepinfer.units import format_bytes
 
@@ -94,18 +94,21 @@ def state_bytes_per_request(model: ModelSpec, nextn: int) -> float:
     """Window rings and compressor tails of one request, bytes; 0 for models without windows.
 
     A ring holds the window and the positions that verification may roll back: nextn + 1 (DeepInfer 0.1.0,
-    `cache_engine.py`). A compressor keeps FP32 value and gate of as many rows, and of the open one.
+    `cache_engine.py`). A compressor keeps FP32 values and gates of the tokens an open entry pools, and of as many
+    drafts: 8 and 128 for V4's two kinds (vLLM's V4 cache groups). Index keys pooled on their own have a tail too.
     """
     if not model.window:
         return 0.0
-    backtracking = nextn + 1
-    rings = model.window_bytes_per_request(model.window + backtracking, with_draft=nextn > 0)
-    pooled = [
-        layer.attention.head_dim
-        for layer in model.layers
-        if isinstance(layer.attention, CompressedAttention) and layer.attention.owns_kv and layer.attention.ratio > 1
-    ]
-    return rings + sum(2.0 * 4.0 * dim * (backtracking + 1) for dim in pooled)
+    rings = model.window_bytes_per_request(model.window + nextn + 1, with_draft=nextn > 0)
+    return rings + sum(_tail_bytes(layer.attention, nextn) for layer in model.layers)
+
+
+def _tail_bytes(attention: Attention, nextn: int) -> float:
+    """Tail of one layer's compressors, bytes."""
+    if not isinstance(attention, CompressedAttention) or not attention.owns_kv or attention.ratio <= 1:
+        return 0.0
+    dim = attention.head_dim + (attention.index_dim if attention.index_compressor else 0)
+    return 4.0 * attention.compressor_width * dim * (attention.pooled_tokens + nextn)
 
 
 def workspace_bytes(model: ModelSpec, layout: ParallelLayout, rows: Num, logit_rows: Num) -> Num:
@@ -133,7 +136,7 @@ def _query_width(model: ModelSpec) -> int:
     widths = []
     for layer in model.layers:
         attention = layer.attention
-        if isinstance(attention, CompressedAttention):
+        if isinstance(attention, CompressedAttention | GroupedQueryAttention):
             widths.append(attention.num_heads * attention.head_dim)
         else:
             widths.append(attention.num_heads * (attention.kv_lora_rank + attention.rope_dim))

@@ -9,8 +9,10 @@ from typing import Literal
 from deepinfer.model.spec import (
     BF16,
     FP32,
+    Attention,
     CompressedAttention,
     DraftSpec,
+    GroupedQueryAttention,
     LatentAttention,
     LayerSpec,
     ModelSpec,
@@ -68,19 +70,8 @@ def _layer(spec: ModelSpec, layer: LayerSpec, owner: Literal["backbone", "draft"
         used = count if active is None else active
         return Parameters(item, count, used, fmt, placement, owner, layer.index)
 
-    attention = layer.attention
-    if isinstance(attention, LatentAttention):
-        yield group("attention", latent_attention_parameters(attention, hidden), dense)
-    else:
-        yield group("attention", compressed_attention_parameters(attention, hidden), dense)
-        if attention.owns_kv:
-            pooled = 2 if attention.ratio > 1 else 1  # a pooled entry needs a gate beside the value
-            yield group("compressor", pooled * hidden * attention.head_dim, BF16)
-            yield group("index_keys", attention.head_dim * attention.index_dim, BF16)
-        if attention.runs_indexer:
-            queries = attention.q_lora_rank * attention.index_heads * attention.index_dim
-            yield group("index_queries", queries, dense)
-            yield group("index_weights", hidden * attention.index_heads, BF16)
+    for item, count, fmt in _attention(spec, layer.attention):
+        yield group(item, count, fmt)
     if isinstance(layer.ffn, MoE):
         moe = layer.ffn
         expert = 3 * hidden * moe.width
@@ -98,6 +89,31 @@ def _layer(spec: ModelSpec, layer: LayerSpec, owner: Literal["backbone", "draft"
         # Keys for each of the streams and one value: hc_mult + 1 projections of the gathered rows.
         width = memory.rows_per_token * memory.row_dim
         yield group("engram_projection", width * (spec.hc_mult + 1) * hidden, dense)
+
+
+def _attention(spec: ModelSpec, attention: Attention) -> Iterator[tuple[str, int, WeightFormat]]:
+    """Items of one attention layer: name, count, format."""
+    hidden, dense = spec.hidden_size, spec.dense_format
+    if isinstance(attention, GroupedQueryAttention):
+        yield "attention", grouped_query_parameters(attention, hidden), dense
+        return
+    if isinstance(attention, LatentAttention):
+        yield "attention", latent_attention_parameters(attention, hidden), dense
+        if attention.indexer is not None:
+            heads, dim = attention.indexer.num_heads, attention.indexer.dim
+            yield "index_keys", hidden * dim, BF16
+            yield "index_queries", attention.q_lora_rank * heads * dim, dense
+            yield "index_weights", hidden * heads, BF16
+        return
+    yield "attention", compressed_attention_parameters(attention, hidden), dense
+    if attention.owns_kv:
+        yield "compressor", attention.compressor_width * hidden * attention.head_dim, BF16
+        if attention.runs_indexer:
+            pooled = attention.compressor_width * hidden if attention.index_compressor else attention.head_dim
+            yield "index_keys", pooled * attention.index_dim, BF16
+    if attention.runs_indexer:
+        yield "index_queries", attention.q_lora_rank * attention.index_heads * attention.index_dim, dense
+        yield "index_weights", hidden * attention.index_heads, BF16
 
 
 def _draft(spec: ModelSpec, draft: DraftSpec) -> Iterator[Parameters]:
@@ -129,8 +145,13 @@ def latent_attention_parameters(attention: LatentAttention, hidden: int) -> int:
     )
 
 
+def grouped_query_parameters(attention: GroupedQueryAttention, hidden: int) -> int:
+    """Projections of one layer: q, k, v, o."""
+    return 2 * hidden * attention.head_dim * (attention.num_heads + attention.num_kv_heads)
+
+
 def compressed_attention_parameters(attention: CompressedAttention, hidden: int) -> int:
-    """Projections of one V4.1 layer: q_a, q_b, window KV, grouped o_a, o_b."""
+    """Projections of one V4 or V4.1 layer: q_a, q_b, window KV, grouped o_a, o_b."""
     q_dim = attention.num_heads * attention.head_dim
     return (
         hidden * attention.q_lora_rank

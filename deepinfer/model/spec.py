@@ -5,6 +5,7 @@ All of it is read from the model's Hugging Face `config.json` (see `deepinfer.mo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
@@ -14,7 +15,10 @@ from deepinfer.errors import UsageError
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A storage format of weights: `bytes_per_parameter` includes the scales; products run at `precision`."""
+    """A storage format of weights: `bytes_per_parameter` includes the scales; products run at `precision`.
+
+    "fp8" stands for every 8-bit product: parts without FP8 run them as INT8.
+    """
 
     name: str
     precision: Literal["fp4", "fp8", "bf16", "tf32"]
@@ -27,10 +31,16 @@ FP8_BLOCK_32 = WeightFormat("fp8 32x32 ue8m0", "fp8", 1.0 + 1.0 / (32 * 32))
 FP8_BLOCK_128 = WeightFormat("fp8 128x128 fp32", "fp8", 1.0 + 4.0 / (128 * 128))
 # FP4 weights meet FP8 activations, so their products run at the FP8 rate (model card, quantization_config).
 MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
+# One byte a weight and a scale per output channel, which is nothing beside thousands of weights.
+INT8 = WeightFormat("int8", "fp8", 1.0)
+_CONVERTIBLE = {INT8.name: INT8}
 
 
 class Role(StrEnum):
-    """What a V4.1 layer does about the global KV (model report; config `compress_ratios`, `*_source_layer_ids`)."""
+    """What a layer does about the global KV (V4.1 report; config `compress_ratios`, `*_source_layer_ids`).
+
+    V4's layers are FULL, each with KV of its own, or WINDOW.
+    """
 
     WINDOW = "window-only"
     FULL = "full"
@@ -39,8 +49,29 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """DeepSeek sparse attention: `num_heads` index queries of `dim` score every cached token; `topk` are attended."""
+
+    num_heads: int
+    dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention:
+    """Attention whose `num_heads` queries share `num_kv_heads` keys and values of `head_dim`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class LatentAttention:
-    """Multi-head latent attention of DeepSeek-V3: one latent of `kv_lora_rank + rope_dim` per token and layer."""
+    """Multi-head latent attention of DeepSeek-V3: one latent of `kv_lora_rank + rope_dim` per token and layer.
+
+    With an `indexer` (V3.2) a row attends to the tokens that it selects, without one to all.
+    """
 
     num_heads: int
     q_lora_rank: int
@@ -48,14 +79,18 @@ class LatentAttention:
     nope_dim: int
     rope_dim: int
     v_dim: int
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True)
 class CompressedAttention:
-    """Shared-KV attention of DeepSeek-V4.1: a sliding window plus the top-k of a compressed global KV.
+    """Shared-KV attention of DeepSeek-V4 and V4.1: a sliding window plus the top-k of a compressed global KV.
 
     `ratio` tokens form one global entry (0: no global branch). `kv_owner` is the layer whose global KV and index
-    keys are read; `index_limit` caps the entries its indexer scans (None: all visible ones).
+    keys are read; `index_limit` caps the entries its indexer scans (None: all visible ones). `topk` None: a row
+    attends to every visible entry and there is no indexer (V4's HCA). With `overlap` an entry pools 2 x `ratio`
+    tokens and each token is projected twice (V4's CSA); with `index_compressor` index keys are pooled from the layer's
+    input like the entries, instead of projected from them.
     """
 
     num_heads: int
@@ -67,11 +102,13 @@ class CompressedAttention:
     window: int
     role: Role
     ratio: int
-    topk: int
+    topk: int | None
     kv_owner: int | None
     index_heads: int
     index_dim: int
     index_limit: int | None
+    overlap: bool = False
+    index_compressor: bool = False
 
     @property
     def owns_kv(self) -> bool:
@@ -81,7 +118,25 @@ class CompressedAttention:
     @property
     def runs_indexer(self) -> bool:
         """Whether this layer scores index keys itself."""
-        return self.role in (Role.FULL, Role.REINDEX)
+        return self.role in (Role.FULL, Role.REINDEX) and self.topk is not None
+
+    @property
+    def pooled_tokens(self) -> int:
+        """Tokens that one global entry is pooled from."""
+        return self.ratio * (2 if self.overlap else 1)
+
+    @property
+    def compressor_width(self) -> int:
+        """Numbers that the compressor makes of a token, per dimension of an entry.
+
+        A pooled entry needs a gate beside the value, an overlapping one both twice; ratio 1 is a plain projection.
+        """
+        if self.ratio <= 1:
+            return 1
+        return 4 if self.overlap else 2
+
+
+Attention = GroupedQueryAttention | LatentAttention | CompressedAttention
 
 
 @dataclass(frozen=True)
@@ -93,12 +148,16 @@ class DenseFFN:
 
 @dataclass(frozen=True)
 class MoE:
-    """Routed experts of `width`, `topk` per token, beside `num_shared` experts that see every token."""
+    """Routed experts of `width`, `topk` per token, beside `num_shared` experts that see every token.
+
+    A `hash_routed` layer looks its experts up by token id; the router only weighs them.
+    """
 
     num_experts: int
     topk: int
     width: int
     num_shared: int
+    hash_routed: bool = False
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -120,7 +179,7 @@ class LayerSpec:
     """One transformer layer. `bounded` layers need only a prompt's last rows under compact replay."""
 
     index: int
-    attention: LatentAttention | CompressedAttention
+    attention: Attention
     ffn: DenseFFN | MoE
     engram: Engram | None = None
     bounded: bool = False
@@ -179,20 +238,12 @@ class ModelSpec:
     @property
     def kv_bytes_per_token(self) -> float:
         """Global KV of one token over all layers, bytes: what grows with the context."""
-        total = 0.0
-        for layer in self.layers:
-            attention = layer.attention
-            if isinstance(attention, LatentAttention):
-                total += self.kv.main_bytes
-            elif attention.owns_kv:
-                total += (self.kv.main_bytes + self.kv.index_bytes) / attention.ratio
-        return total
+        return sum(self._kv_bytes(layer.attention) for layer in self.layers)
 
     @property
     def draft_kv_bytes_per_token(self) -> float:
-        """Global KV that the draft module keeps of one token, bytes: MTP blocks attend to the whole context."""
-        layers = self.draft.layers if self.draft else ()
-        return float(sum(self.kv.main_bytes for x in layers if isinstance(x.attention, LatentAttention)))
+        """Global KV that the draft module keeps of one token, bytes: V3's MTP block attends to the whole context."""
+        return sum(self._kv_bytes(layer.attention) for layer in self.draft.layers) if self.draft else 0.0
 
     def window_bytes_per_request(self, num_slots: int | None = None, with_draft: bool = False) -> int:
         """Window rings of one request, bytes; `num_slots` per ring (default: the window itself)."""
@@ -208,6 +259,27 @@ class ModelSpec:
                 return replace(self, kv=candidate)
         known = ", ".join(k.name for k in self.kv_formats)
         raise UsageError(f"unknown KV format {name!r} for {self.name}: known are {known}")
+
+    def with_weights(self, converted: Mapping[str, str]) -> ModelSpec:
+        """The same model with weight formats replaced by name. Raises UsageError for a format that is not known."""
+
+        def convert(fmt: WeightFormat) -> WeightFormat:
+            name = converted.get(fmt.name)
+            if name is None:
+                return fmt
+            if name not in _CONVERTIBLE:
+                raise UsageError(f"unknown weight format {name!r}: known are {', '.join(_CONVERTIBLE)}")
+            return _CONVERTIBLE[name]
+
+        return replace(self, dense_format=convert(self.dense_format), expert_format=convert(self.expert_format))
+
+    def _kv_bytes(self, attention: Attention) -> float:
+        if not isinstance(attention, CompressedAttention):
+            indexed = isinstance(attention, LatentAttention) and attention.indexer is not None
+            return float(self.kv.main_bytes + (self.kv.index_bytes if indexed else 0))
+        if not attention.owns_kv:
+            return 0.0
+        return (self.kv.main_bytes + (self.kv.index_bytes if attention.runs_indexer else 0)) / attention.ratio
 
     def _compressed(self) -> list[CompressedAttention]:
         return [x.attention for x in self.layers if isinstance(x.attention, CompressedAttention)]

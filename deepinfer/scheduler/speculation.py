@@ -76,20 +76,39 @@ def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return word ^ (word >> np.uint64(31))
 
 
-def default_acceptance(family: str) -> Acceptance:
-    """Acceptance of a model family's own draft module, from published measurements; rate 0 without any."""
-    return _PUBLISHED.get(family, Acceptance(rates=(0.0,), source="no published acceptance for this model"))
+def default_acceptance(family: str, draft: str | None = None) -> Acceptance:
+    """Acceptance of a model family with a kind of draft module, from published measurements; rate 0 without any.
+
+    Families with one kind of module are listed without it.
+    """
+    known = _PUBLISHED.get(f"{family} {draft}") or _PUBLISHED.get(family)
+    return known or Acceptance(rates=(0.0,), source="no published acceptance for this model")
 
 
+# Rates of V4-Pro's MTP block: accept lengths 1.79, 2.27, 2.49, 2.54, 2.55 and no more with 1 to 8 drafts.
+_MTP_RATES = (0.79, 0.61, 0.46, 0.23, 0.20, 0.0)
+_MTP_SOURCE = (
+    "V4-Pro MTP accept lengths 1.79, 2.27, 2.49, 2.54, 2.55 (InferenceX golden_al_distribution: coding, thinking on)"
+)
 _PUBLISHED = {
     "deepseek-v4.1": Acceptance(
         rates=(0.778,),
         source="V4.1-Flash golden accept length 3.51 at 5 drafts (InferenceX #2964: SPEED-Bench coding, thinking on, "
         "temperature 1, block rule), read as one conditional rate",
     ),
+    "deepseek-v4 mtp": Acceptance(rates=_MTP_RATES, source=_MTP_SOURCE),
+    "deepseek-v4 dspark": Acceptance(
+        rates=(0.739, 0.647, 0.546, 0.667, 0.747, 0.669, 0.494),
+        source="V4-Flash-0731 with 7 drafts: survival 0.739, 0.478, 0.261, 0.174, 0.130, 0.087, 0.043 "
+        "(vllm-project/vllm-ascend #13640)",
+    ),
     "deepseek-v3": Acceptance(
-        rates=(0.79, 0.61, 0.46, 0.23, 0.20, 0.0),
-        source="V4-Pro MTP accept lengths 1.79, 2.27, 2.49, 2.54, 2.55 (InferenceX golden_al_distribution: coding, "
-        "thinking on); no curve beyond the second token is published for V3",
+        rates=_MTP_RATES, source=f"{_MTP_SOURCE}; no curve beyond the second token is published for V3"
+    ),
+    "deepseek-v3.2": Acceptance(rates=_MTP_RATES, source=f"{_MTP_SOURCE}; no curve is published for V3.2"),
+    "kimi-k2": Acceptance(
+        rates=(0.83, 0.723),
+        source="Kimi-K2.5 with an EAGLE3 draft model: accept lengths 1.83 with 1 draft, 3.77 with 8 (InferenceX "
+        "golden_al_distribution), read as one rate after the first; K2's own checkpoint has no draft module",
     ),
 }

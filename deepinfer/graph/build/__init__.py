@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepinfer.errors import UsageError
-from deepinfer.graph.build import deepseek_v3, deepseek_v41
+from deepinfer.graph.build import deepseek_v3, deepseek_v4, deepseek_v32, deepseek_v41, qwen3_moe
 from deepinfer.graph.build.common import BuildContext, GraphFeatures
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.hardware.spec import ClusterSpec
@@ -12,7 +12,14 @@ from deepinfer.model.spec import ModelSpec
 
 __all__ = ["GraphFeatures", "build_graph", "drafts_in_graph"]
 
-_BUILDERS = {"deepseek-v3": deepseek_v3.build_blocks, "deepseek-v4.1": deepseek_v41.build_blocks}
+_BUILDERS = {
+    "deepseek-v3": deepseek_v3.build_blocks,
+    "deepseek-v3.2": deepseek_v32.build_blocks,
+    "deepseek-v4": deepseek_v4.build_blocks,
+    "deepseek-v4.1": deepseek_v41.build_blocks,
+    "kimi-k2": deepseek_v3.build_blocks,
+    "qwen3-moe": qwen3_moe.build_blocks,
+}
 
 
 def drafts_in_graph(model: ModelSpec, nextn: int) -> int:

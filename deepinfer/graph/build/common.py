@@ -225,12 +225,14 @@ def _expert_work(ctx: BuildContext, moe: MoE, view: View) -> Callable[[StepShape
     return work
 
 
-def _exchange(ctx: BuildContext, ops: OperatorList, moe: MoE, view: View, name: str) -> None:
+def _exchange(ctx: BuildContext, ops: OperatorList, moe: MoE, view: View, name: Literal["dispatch", "combine"]) -> None:
     """Dispatch (FP8 rows to the ranks of their experts) or combine (BF16 results back)."""
     ep = ctx.layout.ep
+    # Hash-routed layers know the experts from the token ids: only the results wait for the router's weights.
+    chosen, weighed = ("ffn_in", "expert_out routing") if moe.hash_routed else ("ffn_in routing", "expert_out")
+    flow = (chosen, "dispatched") if name == "dispatch" else (weighed, "ffn_out")
     if ep == 1:
         # All experts are local: the permutation is part of the grouped product.
-        flow = ("ffn_in routing", "dispatched") if name == "dispatch" else ("expert_out", "ffn_out")
         ops.elementwise(name, flow, ctx.rows(view), (0.0, 0.0))
         return
     copies, tokens_of = distinct_ranks(moe, ep), _expert_tokens(ctx, view)
@@ -242,10 +244,7 @@ def _exchange(ctx: BuildContext, ops: OperatorList, moe: MoE, view: View, name: 
         total = tokens / ep * copies * per_copy * busiest_over_mean(tokens * moe.topk, ep)
         return ctx.link_bytes(total, ep)
 
-    if name == "dispatch":
-        ops.collective(name, OpKind.DISPATCH, ("ffn_in routing", "dispatched"), message, tokens_of, ep, "all_to_all")
-    else:
-        ops.collective(name, OpKind.COMBINE, ("expert_out", "ffn_out"), message, tokens_of, ep, "all_to_all")
+    ops.collective(name, OpKind(name), flow, message, tokens_of, ep, "all_to_all")
 
 
 def distinct_ranks(moe: MoE, ep: int) -> float:

@@ -1,0 +1,76 @@
+"""Skeleton of decoder-only models with one residual stream: embedding, layers, head, MTP draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deepinfer.graph.build.common import (
+    ACTIVATION_BYTES,
+    FP8_ACTIVATION_BYTES,
+    BuildContext,
+    OperatorList,
+    every_row,
+    ffn_operators,
+    head_operators,
+)
+from deepinfer.graph.build.draft import mtp_blocks
+from deepinfer.graph.graph import Block
+from deepinfer.graph.ops import OpKind, Work
+from deepinfer.graph.shape import View
+from deepinfer.model.spec import Attention, DenseFFN, LayerSpec, MoE
+
+AttentionOperators = Callable[[BuildContext, OperatorList, LayerSpec, View], None]
+"""Attention of a layer, from slot `attn_in` to slot `attn_out`."""
+
+
+def decoder_blocks(ctx: BuildContext, attention: AttentionOperators) -> tuple[Block, ...]:
+    """Blocks of a step in order: embedding, layers (alike ones share a block), head, draft."""
+    cache: dict[tuple[Attention, DenseFFN | MoE], Block] = {}
+    blocks = [_embedding(ctx, every_row)]
+    for layer in ctx.model.layers:
+        alike = (layer.attention, layer.ffn)
+        if alike not in cache:
+            cache[alike] = _layer_block(ctx, layer, every_row, attention)
+        blocks.append(cache[alike])
+    ops = OperatorList()
+    head_operators(ctx, ops, lambda s: ctx.split(s.logit_rows), ("ffn_out", "tokens"))
+    blocks.append(Block("head", tuple(ops.operators)))
+    draft = ctx.model.draft
+    if ctx.features.nextn and draft is not None:
+        blocks += mtp_blocks(
+            ctx,
+            lambda ops, view: _draft_input(ctx, ops, view),
+            lambda view: _layer_block(ctx, draft.layers[0], view, attention),
+            lambda ops, rows: head_operators(ctx, ops, rows, ("ffn_out", "tokens")),
+        )
+    return tuple(blocks)
+
+
+def _draft_input(ctx: BuildContext, ops: OperatorList, view: View) -> None:
+    hidden = ctx.model.hidden_size
+    ops.gemm("project", ("ffn_out tokens", "ffn_out"), ctx.rows(view), 2 * hidden, hidden, ctx.model.dense_format)
+
+
+def _embedding(ctx: BuildContext, view: View) -> Block:
+    row_bytes = ctx.model.hidden_size * ACTIVATION_BYTES
+    rows = ctx.rows(view)
+    ops = OperatorList()
+    ops.add(
+        "embedding",
+        OpKind.GATHER,
+        ("tokens", "ffn_out"),
+        lambda s: Work(bytes_read=rows(s) * row_bytes, bytes_written=rows(s) * row_bytes),
+        rows,
+    )
+    return Block("embedding", tuple(ops.operators))
+
+
+def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, attention: AttentionOperators) -> Block:
+    hidden, rows = ctx.model.hidden_size, ctx.rows(view)
+    ops = OperatorList()
+    norm = (2 * hidden * ACTIVATION_BYTES, hidden * (ACTIVATION_BYTES + FP8_ACTIVATION_BYTES))
+    ops.elementwise("attn_norm", ("ffn_out shared_out attn_out", "attn_in"), rows, norm)
+    attention(ctx, ops, layer, view)
+    ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), rows, norm)
+    ffn_operators(ctx, ops, layer.ffn, view)
+    return Block("dense layer" if isinstance(layer.ffn, DenseFFN) else "moe layer", tuple(ops.operators))

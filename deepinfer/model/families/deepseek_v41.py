@@ -1,0 +1,204 @@
+"""DeepSeek-V4.1: causal encoder-decoder with shared compressed KV, Engram tables, DSpark draft, vision tower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from deepinfer.errors import UsageError
+from deepinfer.model.families.config import Config, Quantization, formats
+from deepinfer.model.spec import (
+    CompressedAttention,
+    DraftSpec,
+    Engram,
+    KVFormat,
+    LayerSpec,
+    ModelSpec,
+    MoE,
+    Role,
+)
+
+
+class _V41Text(Config):
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    head_dim: PositiveInt
+    q_lora_rank: PositiveInt
+    qk_rope_head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    sliding_window: PositiveInt
+    compress_ratios: list[NonNegativeInt]
+    kv_source_layer_ids: list[int]
+    index_source_layer_ids: list[int]
+    candidate_source_layer_id: int
+    candidate_topk_blocks: PositiveInt
+    candidate_block_size: PositiveInt
+    index_n_heads: PositiveInt
+    index_head_dim: PositiveInt
+    index_topk: PositiveInt
+    o_groups: PositiveInt
+    o_lora_rank: PositiveInt
+    moe_intermediate_size: PositiveInt
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt
+    num_experts_per_tok: PositiveInt
+    hc_mult: PositiveInt
+    engram_layer_ids: list[int] = Field(default_factory=list)
+    engram_num_embeddings: list[int] = Field(default_factory=list)
+    engram_max_ngram_size: int = 4
+    engram_n_heads: int = 8
+    engram_head_dim: int = 256
+    num_nextn_predict_layers: NonNegativeInt = 0
+    dspark_block_size: int = 5
+    dspark_target_layer_ids: list[int] = Field(default_factory=list)
+    dspark_markov_rank: int = 256
+    dspark_n_routed_experts: int = 128
+    dspark_num_experts_per_tok: int = 3
+
+
+class _Vision(Config):
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_size: int
+
+
+class _V41Config(Config):
+    text_config: _V41Text
+    vision_config: _Vision | None = None
+    quantization_config: Quantization | None = None
+
+
+def _role(config: _V41Text, index: int) -> Role:
+    if config.compress_ratios[index] == 0:
+        return Role.WINDOW
+    if index in config.kv_source_layer_ids:
+        return Role.FULL
+    return Role.REINDEX if index in config.index_source_layer_ids else Role.REUSE
+
+
+def _v41_attention(config: _V41Text, index: int, role: Role) -> CompressedAttention:
+    ratio = 0 if role is Role.WINDOW else config.compress_ratios[index]
+    owner = max((i for i in config.kv_source_layer_ids if i <= index), default=None) if ratio else None
+    if ratio and (owner is None or config.compress_ratios[owner] != ratio):
+        raise UsageError(f"config.json field kv_source_layer_ids: no source of layer {index}'s ratio {ratio} up to it")
+    # Later index sources score only inside the candidate blocks that the candidate source picked.
+    limited = role is Role.REINDEX and 0 <= config.candidate_source_layer_id < index
+    return CompressedAttention(
+        num_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        q_lora_rank=config.q_lora_rank,
+        o_groups=config.o_groups,
+        o_lora_rank=config.o_lora_rank,
+        window=config.sliding_window,
+        role=role,
+        ratio=ratio,
+        topk=config.index_topk if ratio else 0,
+        kv_owner=owner,
+        index_heads=config.index_n_heads,
+        index_dim=config.index_head_dim,
+        index_limit=config.candidate_topk_blocks * config.candidate_block_size if limited else None,
+    )
+
+
+def _v41_layers(config: _V41Text) -> tuple[LayerSpec, ...]:
+    moe = MoE(
+        config.n_routed_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.n_shared_experts,
+    )
+    head_dim = config.engram_head_dim
+    rows_per_token = (config.engram_max_ngram_size - 1) * config.engram_n_heads
+    engrams = {
+        layer: Engram(num_rows, head_dim, rows_per_token, head_dim + head_dim // 32)
+        for layer, num_rows in zip(config.engram_layer_ids, config.engram_num_embeddings, strict=True)
+    }
+    # The decoder half starts at the first ratio-1 layer (DeepInfer 0.1.0: `n_prefill_layer`).
+    first_bounded = next((i for i, r in enumerate(config.compress_ratios) if r == 1), config.num_hidden_layers)
+    return tuple(
+        LayerSpec(
+            index=i,
+            attention=_v41_attention(config, i, _role(config, i)),
+            ffn=moe,
+            engram=engrams.get(i),
+            bounded=i >= first_bounded,
+        )
+        for i in range(config.num_hidden_layers)
+    )
+
+
+def _v41_draft(config: _V41Text) -> DraftSpec | None:
+    if not config.num_nextn_predict_layers:
+        return None
+    moe = MoE(
+        config.dspark_n_routed_experts,
+        config.dspark_num_experts_per_tok,
+        config.moe_intermediate_size,
+        config.n_shared_experts,
+    )
+    first = config.num_hidden_layers
+    layers = tuple(
+        LayerSpec(first + i, _v41_attention(config, first + i, Role.WINDOW), moe, bounded=True)
+        for i in range(config.num_nextn_predict_layers)
+    )
+    return DraftSpec(
+        kind="dspark",
+        layers=layers,
+        max_drafts=config.dspark_block_size,
+        block_size=config.dspark_block_size,
+        target_layers=tuple(config.dspark_target_layer_ids),
+        markov_rank=config.dspark_markov_rank,
+    )
+
+
+def _vision_parameters(vision: _Vision | None, hidden_size: int) -> int:
+    """Parameters of the ViT: attention and gated FFN per block, patch embedding, 3x3-unshuffle projector."""
+    if vision is None:
+        return 0
+    width = vision.hidden_size
+    block = 4 * width * width + 3 * width * vision.intermediate_size
+    patches = 3 * vision.patch_size**2 * width
+    return vision.num_hidden_layers * block + patches + 9 * width * hidden_size
+
+
+def parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
+    """The model of a V4.1 `config.json`. Raises UsageError or pydantic.ValidationError for a wrong field."""
+    config = _V41Config.model_validate(raw)
+    text = config.text_config
+    if len(text.compress_ratios) < text.num_hidden_layers:
+        raise UsageError(
+            f"model {name}: compress_ratios has {len(text.compress_ratios)} entries for {text.num_hidden_layers} layers"
+        )
+    if len(text.engram_layer_ids) != len(text.engram_num_embeddings):
+        raise UsageError(f"model {name}: engram_layer_ids and engram_num_embeddings must have the same length")
+    dim, index_dim, rope_dim = text.head_dim, text.index_head_dim, text.qk_rope_head_dim
+    window = dim + dim // 32
+    kv_formats = (
+        # SM100 and Ascend records: main E2M1 + E4M3 per 16, window E4M3 + UE8M0 per 32, index E2M1 + UE8M0 per 32.
+        KVFormat("fp4", dim // 2 + dim // 16, window, index_dim // 2 + index_dim // 32),
+        KVFormat("mxfp8", window, window, index_dim // 2 + index_dim // 32),
+        # V4's record (FP8 nope, BF16 RoPE, 7 scales, pad) with FP8 index keys: what SM90 kernels read.
+        KVFormat("fp8-v4", dim + rope_dim + 8, dim + rope_dim + 8, index_dim + 4),
+        KVFormat("bf16", 2 * dim, 2 * dim, 2 * index_dim),
+    )
+    dense_format, expert_format = formats(config.quantization_config)
+    return ModelSpec(
+        name=name,
+        family="deepseek-v4.1",
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        max_context=text.max_position_embeddings,
+        layers=_v41_layers(text),
+        draft=_v41_draft(text),
+        dense_format=dense_format,
+        expert_format=expert_format,
+        kv_formats=kv_formats,
+        kv=kv_formats[0],
+        hc_mult=text.hc_mult,
+        vision_parameters=_vision_parameters(config.vision_config, text.hidden_size),
+    )
