@@ -12,8 +12,9 @@ import time
 
 import numpy as np
 
+from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.step import StepResult
 
 STEPS, REPEATS = 300, 5

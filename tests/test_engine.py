@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from deepinfer.engine.core import Activity, Agree, Answer, Arrivals, Arrived, Collect, Deliver, Submit, Wish, run_engine
+from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.step import StepResult
 
 CONFIG = SchedulerConfig(max_num_seqs=2, max_tokens_per_step=16, num_blocks=16, block_tokens=4)

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from deepinfer.errors import UsageError
+from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.scheduler import Scheduler, SchedulerConfig
+from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
 

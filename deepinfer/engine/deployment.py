@@ -15,7 +15,7 @@ from deepinfer.layout.plan import Plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
-from deepinfer.scheduler.scheduler import SchedulerConfig
+from deepinfer.scheduler.policy import SchedulerConfig
 
 
 @dataclass(frozen=True)
