@@ -59,13 +59,14 @@ def search(
 ) -> None:
     """Find the best layout and settings for a workload."""
     from deepinfer.layout.plan import Slo
-    from planner.problem import make_problem
+    from planner.problem import Question, make_problem
     from planner.search import run_search
 
     if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
         raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
     slo = Slo(ttft_s=ttft, tpot_s=tpot)
-    problem = make_problem(gpus, model, hardware, isl, osl, trace, rate, slo, objective.value, acceptance, seed)
+    asked = Question(gpus, model, hardware, isl, osl, trace, rate, slo, objective.value, acceptance, seed)
+    problem = make_problem(asked)
     if out is not None:
         _check_writable(out)
     with _progress(quiet=as_json) as tell:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
@@ -25,6 +25,23 @@ from deepinfer.workload.trace import Trace, read_trace, trace_source
 from planner.screen import Load
 
 DEFAULT_ISL, DEFAULT_OSL = 4000, 1000
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a user asks, as typed: names, numbers and files. `rate` is in requests/s for the whole cluster."""
+
+    gpus: int
+    model: str = "deepseek-v4.1-flash"
+    hardware: str = "gb200-nvl72"
+    isl: int | None = None
+    osl: int | None = None
+    trace: str | None = None
+    rate: float | None = None
+    slo: Slo = field(default_factory=Slo)
+    objective: Objective = "throughput"
+    acceptance: float | None = None
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,53 +86,48 @@ class Problem:
         )
 
 
-def make_problem(
-    gpus: int,
-    model: str,
-    hardware: str,
-    isl: int | None,
-    osl: int | None,
-    trace: str | None,
-    rate: float | None,
-    slo: Slo,
-    objective: Objective,
-    acceptance: float | None,
-    seed: int,
-) -> Problem:
+def make_problem(question: Question) -> Problem:
     """Resolve and check a question. Raises UsageError or NoDataError in one sentence for what cannot be asked."""
-    if gpus < 1:
-        raise UsageError(f"--gpus must be at least 1, got {gpus}")
-    if trace is not None and (isl is not None or osl is not None):
-        raise UsageError("--trace brings its own lengths: it cannot be combined with --isl or --osl")
-    for flag, value in (("--rate", rate), ("--ttft", slo.ttft_s), ("--tpot", slo.tpot_s)):
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise UsageError(f"{flag} must be a positive number, got {value}")
-    accelerator = load_hardware(hardware)
-    _check_objective(objective, accelerator)
-    spec = fit_to_hardware(load_model(model), accelerator)
-    read = read_trace(trace) if trace is not None else None
-    if read is None:
-        isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
-        load = _fixed_load(isl, osl, rate)
+    _check_numbers(question)
+    accelerator = load_hardware(question.hardware)
+    _check_objective(question.objective, accelerator)
+    model = fit_to_hardware(load_model(question.model), accelerator)
+    isl, osl, source, trace_requests = question.isl, question.osl, None, 0
+    if question.trace is not None:
+        trace = read_trace(question.trace)
+        load = _trace_load(trace, question.rate)
+        source, trace_requests = trace_source(question.trace), len(trace.prompt_tokens)
     else:
-        load = _trace_load(read, rate)
-    if load.isl + load.osl > spec.max_context:
-        raise UsageError(f"{load.isl + load.osl:.0f} tokens a request exceed the {spec.max_context} of {spec.name}")
+        isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
+        load = Load(float(isl), float(isl), float(osl), question.rate)
+    if load.isl + load.osl > model.max_context:
+        raise UsageError(f"{load.isl + load.osl:.0f} tokens a request exceed the {model.max_context} of {model.name}")
     return Problem(
-        model_name=model,
-        hardware_name=hardware,
-        model=spec,
-        cluster=ClusterSpec(accelerator, gpus),
-        acceptance=_acceptance(spec, acceptance),
-        objective=objective,
-        slo=slo,
+        model_name=question.model,
+        hardware_name=question.hardware,
+        model=model,
+        cluster=ClusterSpec(accelerator, question.gpus),
+        acceptance=_acceptance(model, question.acceptance),
+        objective=question.objective,
+        slo=question.slo,
         load=load,
         isl=isl,
         osl=osl,
-        source=trace_source(trace) if trace is not None else None,
-        trace_requests=len(read.prompt_tokens) if read else 0,
-        seed=seed,
+        source=source,
+        trace_requests=trace_requests,
+        seed=question.seed,
     )
+
+
+def _check_numbers(question: Question) -> None:
+    if question.trace is not None and (question.isl is not None or question.osl is not None):
+        raise UsageError("--trace brings its own lengths: it cannot be combined with --isl or --osl")
+    for flag, count in (("--gpus", question.gpus), ("--isl", question.isl), ("--osl", question.osl)):
+        if count is not None and count < 1:
+            raise UsageError(f"{flag} must be at least 1, got {count}")
+    rate = question.rate
+    if rate is not None and not (math.isfinite(rate) and rate > 0):
+        raise UsageError(f"--rate must be a positive number, got {rate}")
 
 
 def _check_objective(objective: Objective, accelerator: Accelerator) -> None:
@@ -133,13 +145,6 @@ def _acceptance(model: ModelSpec, rate: float | None) -> Acceptance:
     if not 0 <= rate <= 1:
         raise UsageError(f"--acceptance must lie between 0 and 1, got {rate}")
     return Acceptance(rates=(rate,), source="given on the command line, one conditional rate")
-
-
-def _fixed_load(isl: int, osl: int, rate: float | None) -> Load:
-    for flag, value in (("--isl", isl), ("--osl", osl)):
-        if value < 1:
-            raise UsageError(f"{flag} must be at least 1, got {value}")
-    return Load(float(isl), float(isl), float(osl), rate)
 
 
 def _trace_load(trace: Trace, rate: float | None) -> Load:

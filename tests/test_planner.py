@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,19 +17,15 @@ from deepinfer.layout.plan import Slo
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import card_names
 from planner.plots import new_figure, plot_pareto, to_png
-from planner.problem import Problem, make_problem
+from planner.problem import Problem, Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
 from planner.screen import Points, Screen, Screening, pareto
 from planner.search import SearchResult, run_search
 from planner.space import SearchSpace
 
 
-def problem(gpus: int = 8, model: str = "deepseek-v4.1-flash", hardware: str = "b200", **changes: object) -> Problem:
-    asked: dict[str, object] = {
-        "isl": None, "osl": None, "trace": None, "rate": None, "slo": Slo(), "objective": "throughput",
-        "acceptance": None, "seed": 0,
-    }  # fmt: skip
-    return make_problem(gpus, model, hardware, **{**asked, **changes})  # type: ignore[arg-type]
+def problem(gpus: int = 8, model: str = "deepseek-v4.1-flash", hardware: str = "b200", **changes: Any) -> Problem:
+    return make_problem(Question(gpus, model, hardware, **changes))
 
 
 def screen(asked: Problem, space: SearchSpace | None = None) -> Screening:
