@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 
 from deepinfer.errors import InfeasibleError
 from deepinfer.hardware.host import load_host
-from deepinfer.hardware.spec import hardware_names
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.plan import Slo
 from deepinfer.layout.settings import EngineSettings
-from deepinfer.model.hf import card_names
 from planner.plots import new_figure, plot_pareto, to_png
 from planner.problem import Problem, Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
@@ -168,8 +166,8 @@ def test_chosen_points_are_within_reach_of_the_limits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hardware", hardware_names())
-@pytest.mark.parametrize("model", card_names())
+@pytest.mark.parametrize("hardware", ["gb200-nvl72", "b200", "h200", "h800"])
+@pytest.mark.parametrize("model", ["deepseek-v4.1-flash", "deepseek-v3"])
 def test_the_winner_is_close_to_the_best_screened_point(model: str, hardware: str) -> None:
     """No search may end on a corner of the space because all its finalists just missed a limit."""
     asked = problem(64, model, hardware)
