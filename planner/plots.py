@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def plot_breakdown(items: list[PathItem], title: str, ax: Axes, most: int = 14) 
     ax.invert_yaxis()
     ax.margins(x=0.1)
     ax.set_xlabel("milliseconds on the critical path (blue: compute, orange: communication not hidden)")
-    ax.set_title(f"{title}: {total * 1e3:.2f} ms", fontsize=10)
+    ax.set_title("\n".join(textwrap.wrap(f"{title}: {total * 1e3:.2f} ms", 90)), fontsize=10)
     return ax
 
 

@@ -32,7 +32,7 @@ MEASURED_LIFETIMES = 2.0
 """A closed loop is measured for so many lifetimes of a request, after a ramp and a warm-up of one each."""
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
-MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 400, 60_000
+MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
 FIRST_GUESS = (1.05, 1.5)
 """Simulated percentile over screened mean of TPOT and TTFT, before the first round has shown it."""
 
