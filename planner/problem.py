@@ -96,7 +96,7 @@ def make_problem(question: Question) -> Problem:
     if question.trace is not None:
         trace = read_trace(question.trace)
         load = _trace_load(trace, question.rate)
-        source, trace_requests = trace_source(question.trace), len(trace.prompt_tokens)
+        source, trace_requests = trace_source(question.trace, trace), len(trace.prompt_tokens)
     else:
         isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
         load = Load(float(isl), float(isl), float(osl), question.rate)

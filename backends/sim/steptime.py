@@ -29,11 +29,6 @@ class StepTimer:
         self._known: dict[tuple[ReplicaLoad, float, float], float] = {}
         self.num_kernels = len(self._steps.graph.steps)
 
-    @property
-    def num_shapes(self) -> int:
-        """Different shapes evaluated so far."""
-        return len(self._known)
-
     def seconds(self, plans: Sequence[StepPlan | None]) -> float:
         """The step's time: replicas meet in every expert layer, so the heaviest one sets the pace."""
         loads = [replica_load(plan) for plan in plans if plan is not None]

@@ -81,9 +81,9 @@ def read_trace(path: str | Path) -> Trace:
     raise UsageError(f"trace file {path}, line 1: {_short(first)} begins neither {_ACCEPTED}")
 
 
-def trace_source(path: str | Path) -> TraceSource:
-    """What a plan records about a trace file. Raises UsageError as `read_trace` does."""
-    trace = read_trace(path)
+def trace_source(path: str | Path, trace: Trace | None = None) -> TraceSource:
+    """What a plan records about a trace file, which is read unless given. Raises UsageError as `read_trace` does."""
+    trace = read_trace(path) if trace is None else trace
     return TraceSource(path=str(path), format=trace.format, sha256=trace.sha256)
 
 

@@ -7,38 +7,17 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from deepinfer.errors import UsageError
-from deepinfer.model.families.config import Config, Quantization, formats
+from deepinfer.model.families.config import CompressedConfig, Quantization, formats
 from deepinfer.model.families.deepseek_v3 import MAX_MTP_DRAFTS
 from deepinfer.model.spec import CompressedAttention, DraftSpec, KVFormat, LayerSpec, ModelSpec, MoE, Role
 
 CSA_RATIO, HCA_RATIO = 4, 128
 
 
-class _V4Config(Config):
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    head_dim: PositiveInt
-    q_lora_rank: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    max_position_embeddings: PositiveInt
-    sliding_window: PositiveInt
-    compress_ratios: list[NonNegativeInt]
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
-    o_groups: PositiveInt
-    o_lora_rank: PositiveInt
-    moe_intermediate_size: PositiveInt
-    n_routed_experts: PositiveInt
-    n_shared_experts: NonNegativeInt
-    num_experts_per_tok: PositiveInt
+class _V4Config(CompressedConfig):
     num_hash_layers: NonNegativeInt = 0
-    hc_mult: PositiveInt
     expert_dtype: str | None = None
     quantization_config: Quantization | None = None
-    num_nextn_predict_layers: NonNegativeInt = 0
     # Only checkpoints with a DSpark module name its target layers; the others draft with one MTP block.
     dspark_target_layer_ids: list[int] = Field(default_factory=list)
     dspark_block_size: PositiveInt = 5

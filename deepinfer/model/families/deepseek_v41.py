@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, PositiveInt
 
 from deepinfer.errors import UsageError
-from deepinfer.model.families.config import Config, Quantization, formats
+from deepinfer.model.families.config import CompressedConfig, Config, Quantization, formats
 from deepinfer.model.spec import (
     CompressedAttention,
     DraftSpec,
@@ -20,38 +20,17 @@ from deepinfer.model.spec import (
 )
 
 
-class _V41Text(Config):
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    head_dim: PositiveInt
-    q_lora_rank: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    max_position_embeddings: PositiveInt
-    sliding_window: PositiveInt
-    compress_ratios: list[NonNegativeInt]
+class _V41Text(CompressedConfig):
     kv_source_layer_ids: list[int]
     index_source_layer_ids: list[int]
     candidate_source_layer_id: int
     candidate_topk_blocks: PositiveInt
     candidate_block_size: PositiveInt
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
-    o_groups: PositiveInt
-    o_lora_rank: PositiveInt
-    moe_intermediate_size: PositiveInt
-    n_routed_experts: PositiveInt
-    n_shared_experts: NonNegativeInt
-    num_experts_per_tok: PositiveInt
-    hc_mult: PositiveInt
     engram_layer_ids: list[int] = Field(default_factory=list)
     engram_num_embeddings: list[int] = Field(default_factory=list)
     engram_max_ngram_size: int = 4
     engram_n_heads: int = 8
     engram_head_dim: int = 256
-    num_nextn_predict_layers: NonNegativeInt = 0
     dspark_block_size: int = 5
     dspark_target_layer_ids: list[int] = Field(default_factory=list)
     dspark_markov_rank: int = 256
