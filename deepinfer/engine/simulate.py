@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from deepinfer.engine.deployment import Deployment, resolve
@@ -19,27 +20,29 @@ def simulate_plan(plan: Plan) -> Summary:
 
     Raises UsageError for a plan that does not fit together and InfeasibleError for one that cannot run.
     """
-    (deployment,) = resolve(plan)
-    workload, deployment = share_of_one_replica(plan.workload, deployment)
-    record = load_backend("sim").run(deployment, workload, plan.acceptance, generate_requests(workload))
+    deployments = resolve(plan)
+    workload, deployments = smallest_part(plan.workload, deployments)
+    record = load_backend("sim").run(deployments, workload, plan.acceptance, generate_requests(workload))
     return summarize(record, plan.slo.ttft_s, plan.slo.tpot_s)
 
 
-def share_of_one_replica(workload: Workload, deployment: Deployment) -> tuple[Workload, Deployment]:
-    """One replica with its part of the users or requests, where that stands for all.
+def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
+    """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    In a closed loop replicas do not affect each other. Poisson arrivals are shared out only when there are more than
-    `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little harder on a replica than the router.
-    Traces, and users that do not divide evenly, are left as they are.
+    Pools of 12 and 8 replicas are 4 times 3 and 2. In a closed loop such parts do not affect each other. Poisson arrivals
+    are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
+    harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
-    arrivals, replicas, count = workload.arrivals, deployment.replicas, workload.num_requests
+    arrivals, count = workload.arrivals, workload.num_requests
+    parts = math.gcd(*(d.replicas for d in deployments))
     share: Arrivals
     match arrivals:
-        case ClosedLoop(concurrency=users) if users % replicas == 0:
-            share = arrivals.model_copy(update={"concurrency": users // replicas})
+        case ClosedLoop(concurrency=users) if users % parts == 0:
+            share = arrivals.model_copy(update={"concurrency": users // parts})
         case PoissonArrivals(rate=rate) if count is not None and count > MAX_ROUTED_REQUESTS:
-            share = PoissonArrivals(rate=rate / replicas)
+            share = PoissonArrivals(rate=rate / parts)
         case _:
-            return workload, deployment
-    part = None if count is None else max(count // replicas, 1)
-    return workload.model_copy(update={"arrivals": share, "num_requests": part}), replace(deployment, replicas=1)
+            return workload, deployments
+    part = None if count is None else max(count // parts, 1)
+    smaller = tuple(replace(d, replicas=d.replicas // parts, num_gpus=d.num_gpus / parts) for d in deployments)
+    return workload.model_copy(update={"arrivals": share, "num_requests": part}), smaller
