@@ -29,9 +29,9 @@ def simulate_plan(plan: Plan) -> Summary:
 def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    Pools of 12 and 8 replicas are 4 times 3 and 2. In a closed loop such parts do not affect each other. Poisson arrivals
-    are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
-    harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
+    Pools of 12 and 8 replicas are 4 times 3 and 2. In a closed loop such parts do not affect each other. Poisson
+    arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
+    little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
     parts = math.gcd(*(d.replicas for d in deployments))
