@@ -17,7 +17,7 @@ from deepinfer.cost.model import CostModel
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, step_shape
-from deepinfer.engine.transfer import kv_transfer
+from deepinfer.engine.transfer import Side, kv_transfer
 from deepinfer.metrics.record import PoolRecord, RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.speculation import Acceptance
@@ -70,7 +70,8 @@ class _Run:
         self._hand_over: HandOver | None = None
         outlet = ToUsers(record, self._finished)
         if prefilling is not None:
-            transfer = kv_transfer(prefilling, serving)
+            giver, taker = (Side(d.layout, d.cluster) for d in (prefilling, serving))
+            transfer = kv_transfer(serving.model, serving.settings.nextn, giver, taker)
             self._hand_over = HandOver(self.env, transfer, record, self._finished, self._close_if_done)
             outlet = FromHandOver(record, self._finished, self._hand_over)
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from deepinfer.engine.deployment import Deployment
+from deepinfer.hardware.spec import ClusterSpec
 from deepinfer.layout.memory import kv_bytes_per_token, state_bytes_per_request
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.model.spec import ModelSpec
 
 SCALE_UP_SHARE = 0.81
 """Of the NVLink rate that large point-to-point messages reach: 726 of 900 GB/s (DeepEP V2 on SM100, EP8)."""
 SCALE_OUT_SHARE = 0.86
 """Of the NIC's rate that reading KV reaches: 40 GiB/s of 400 Gb/s (3FS KV cache client, peak)."""
+
+
+class Side(NamedTuple):
+    """One end of a transfer: an engine's layout and the cluster it is on."""
+
+    layout: ParallelLayout
+    cluster: ClusterSpec
 
 
 @dataclass(frozen=True)
@@ -38,20 +48,17 @@ class KVTransfer:
         return self.latency_s + self.num_bytes(tokens) / min(self.senders, self.receivers) / self.bytes_per_s
 
 
-def kv_transfer(prefill: Deployment, decode: Deployment) -> KVTransfer:
-    """What moves between two pools: only what the decode pool cannot rebuild.
+def kv_transfer(model: ModelSpec, nextn: int, prefill: Side, decode: Side) -> KVTransfer:
+    """What moves between two engines: only what the decoding one cannot rebuild, with `nextn` drafts there.
 
     Global KV always (the draft module's too, where it keeps any). Windows and compressor tails only where a model does
     not replay them: V4.1 does (vLLM #57738). The link is the scale-up one when both pools lie in one domain.
     """
-    model, nextn = decode.model, decode.settings.nextn
-    own = decode.cluster.accelerator
-    together = prefill.cluster == decode.cluster and own.scale_up_domain.value >= decode.cluster.num_gpus
-    if together:
+    own, other = decode.cluster.accelerator, prefill.cluster.accelerator
+    if prefill.cluster == decode.cluster and own.scale_up_domain.value >= decode.cluster.num_gpus:
         links, share, name = [own.scale_up], SCALE_UP_SHARE, "scale-up"
     else:
-        links = [prefill.cluster.accelerator.scale_out, own.scale_out]
-        share, name = SCALE_OUT_SHARE, "scale-out"
+        links, share, name = [other.scale_out, own.scale_out], SCALE_OUT_SHARE, "scale-out"
     return KVTransfer(
         bytes_per_token=kv_bytes_per_token(model, nextn),
         bytes_per_request=0.0 if model.supports_compact_replay else state_bytes_per_request(model, nextn),
