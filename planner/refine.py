@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.engine.simulate import simulate_plan
+from deepinfer.engine.simulate import parts_of, simulate_plan
 from deepinfer.errors import DeepinferError
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
@@ -69,25 +69,26 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     candidate = screening.candidates[points.candidate[point]]
     lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
     pools = _pools(problem, candidate, points, point)
+    plan = Plan(
+        model=problem.model_name,
+        hardware=problem.hardware_name,
+        gpus=problem.num_gpus,
+        pools=pools,
+        workload=problem.workload(ClosedLoop(concurrency=1), 1),
+        acceptance=problem.acceptance,
+        objective=problem.objective,
+        slo=problem.slo,
+        router=problem.router,
+    )
     if problem.load.rate is None:
-        parts = math.gcd(*(pool.replicas for pool in pools))
+        parts = parts_of(plan)
         loop, requests = _closed_loop(max(round(float(points.users[point]) / parts), 1), lifetime)
         loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
         workload = problem.workload(loop, requests * parts)
     else:
         enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
         workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
-    return Plan(
-        model=problem.model_name,
-        hardware=problem.hardware_name,
-        gpus=problem.num_gpus,
-        pools=pools,
-        workload=workload,
-        acceptance=problem.acceptance,
-        objective=problem.objective,
-        slo=problem.slo,
-        router=problem.router,
-    )
+    return plan.model_copy(update={"workload": workload})
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:

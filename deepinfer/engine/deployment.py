@@ -23,7 +23,8 @@ from deepinfer.scheduler.policy import SchedulerConfig
 class Deployment:
     """`replicas` engines, alike: everything a backend needs to run them, resolved once.
 
-    `num_gpus` is the pool's part of the cluster: its ranks, and its share of accelerators left idle.
+    `num_gpus` is the pool's part of the cluster: its ranks, and its share of accelerators left idle. With a `sample`
+    only so many attention replicas of each step group are run, and stand for the others.
     """
 
     model: ModelSpec
@@ -35,6 +36,7 @@ class Deployment:
     budget: MemoryBudget
     host: HostProfile
     role: PoolRole = "mixed"
+    sample: int | None = None
     router: RouterName = "least_loaded"
 
     @property
@@ -44,8 +46,13 @@ class Deployment:
 
     @property
     def replicas_per_group(self) -> int:
-        """Attention replicas in one step group."""
-        return self.layout.step_group // self.layout.replica_ranks
+        """Attention replicas in one step group, of those that are run."""
+        return self.sample or self.layout.step_group // self.layout.replica_ranks
+
+    @property
+    def attention_replicas(self) -> int:
+        """Attention replicas over all engines, of those that are run."""
+        return self.step_groups * self.replicas_per_group
 
     def graph(self) -> ExecutionGraph:
         """The execution graph of this engine's steps."""
