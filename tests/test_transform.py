@@ -108,7 +108,7 @@ def test_two_batches_hide_the_shorter_of_compute_and_communication(compute: floa
     """Per layer 2 max(C(B/2), M(B/2)); at the ends half of the shorter one is in the open."""
     plain = ExecutionGraph("plain", (layer(compute, travel),) * layers)
     shape, rows = decode(8.0), 8.0
-    assert step_cost(plain, shape, Linear()).seconds == 2 * layers * rows * (compute + travel)
+    assert step_cost(plain, shape, Linear()).seconds == pytest.approx(2 * layers * rows * (compute + travel))
     found = float(step_cost(two_batch_overlap(plain), shape, Linear()).seconds)
     hidden = 2 * layers * rows * max(compute, travel)
     assert found == pytest.approx(hidden + rows / 2 * min(compute, travel))
@@ -116,16 +116,15 @@ def test_two_batches_hide_the_shorter_of_compute_and_communication(compute: floa
 
 @pytest.mark.parametrize("model", [V3, V41])
 def test_two_batches_do_the_work_of_one_but_read_weights_twice(model: str) -> None:
-    layout = ParallelLayout(dp=16, ep=16)
+    layout = ParallelLayout(dp=8, ep=8)
     one, two = (graph(model, "h800", layout, overlap=o, load=EVEN) for o in (False, True))
     shape = StepShape(Sequences.decoding(512.0, 0.0, 3000.0), (Sequences(2.0, 3000.0, 500.0, 3000.0, 1.0),))
     before, after = totals(one, shape), totals(two, shape)
     assert after["flops"] * LEFT_BY_EXCHANGE == pytest.approx(before["flops"], rel=1e-9)
     assert after["written"] == pytest.approx(before["written"], rel=1e-9)
-    assert after["up"] >= before["up"] * 0.5
-    weights = (
-        sum(w for w in (2 * totals(one, decode(n))["read"] for n in (4096.0,))) - totals(one, decode(8192.0))["read"]
-    )
+    assert after["up"] == pytest.approx(before["up"], rel=1e-9)
+    # What is read beyond the rows: the intercept of two steps that touch all experts.
+    weights = 2 * totals(one, decode(4096.0))["read"] - totals(one, decode(8192.0))["read"]
     assert after["read"] - before["read"] == pytest.approx(weights, rel=0.02)
 
 
@@ -202,7 +201,7 @@ MEGAMOE = [
 
 
 def kernel_s(model: str, hardware: str, ep: int, rows: float, names: tuple[str, ...], fused: bool) -> float:
-    g, costs = graph(model, hardware, ParallelLayout(dp=ep, ep=ep), fused=fused, load=EVEN), None
+    g = graph(model, hardware, ParallelLayout(dp=ep, ep=ep), fused=fused, load=EVEN)
     costs = CostModel(load_hardware(hardware))
     found = {o.name: float(costs.cost(o, o.work(decode(rows))).seconds) for o in g.operators}
     return sum(found[name] for name in names)
