@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
+from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.experts import distinct_domains, distinct_ranks
 from deepinfer.graph.graph import ExecutionGraph
@@ -111,6 +112,55 @@ def test_key_and_value_heads_split_while_there_are_enough(tp: int, heads: int) -
     layout, accelerator = ParallelLayout(tp=tp, ep=tp), load_hardware("gb200-nvl72")
     budget = memory_budget(load_model(QWEN), layout, accelerator, EngineSettings(max_num_seqs=1)) if tp > 2 else None
     assert budget is None or budget.block_bytes == 94 * 512 * heads * 128
+
+
+# --- decode context parallelism ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dcp", [2, 4, 8])
+def test_ranks_that_share_a_context_attend_for_one_another(dcp: int) -> None:
+    """Per layer R D H 576 2 B of queries and R D H 512 2 B of outputs with their log-sum-exps, H heads of the group."""
+    plain, shared = (graph(V3, ParallelLayout(tp=8, ep=8, dcp=d)) for d in (1, dcp))
+    shape, heads = decode(32.0), 128 // 8 * dcp
+    one, part = (issued(g, shape, "attention_decode")[0] for g in (plain, shared))
+    assert part.flops == pytest.approx(one.flops)
+    assert part.bytes_read - 32 * heads * 576 * 2 == pytest.approx(32 * 1001 * 1152 / dcp)
+    queries, outputs = (issued(shared, shape, name)[0] for name in ("gather_queries", "merge_outputs"))
+    assert sent(queries) == pytest.approx((32 * heads * 576 * 2 * (dcp - 1) / dcp, 0.0))
+    assert sent(outputs) == pytest.approx((32 * heads * (512 * 2 + 4) * (dcp - 1) / dcp, 0.0))
+    accelerator, settings = load_hardware("h200"), EngineSettings(max_num_seqs=8)
+    one_gpu, its_part = (
+        memory_budget(load_model(V3), ParallelLayout(tp=8, ep=8, dcp=d), accelerator, settings) for d in (1, dcp)
+    )
+    assert one_gpu.block_bytes == dcp * its_part.block_bytes
+    assert its_part.num_blocks == pytest.approx(dcp * one_gpu.num_blocks, abs=dcp)
+
+
+@pytest.mark.parametrize("model", [V3, QWEN])
+def test_sharing_a_context_pays_when_it_is_long(model: str) -> None:
+    costs = CostModel(load_hardware("h200"))
+    dcp = 8 if model == V3 else 2
+    plain, shared = (graph(model, ParallelLayout(tp=8, ep=8, dcp=d), "h200") for d in (1, dcp))
+    short, long = (StepShape(Sequences.decoding(64.0, 0.0, context)) for context in (500.0, 60_000.0))
+    assert step_cost(shared, short, costs).seconds > step_cost(plain, short, costs).seconds
+    assert step_cost(shared, long, costs).seconds < step_cost(plain, long, costs).seconds
+
+
+def test_only_ranks_with_the_same_kv_share_it() -> None:
+    for model, layout, says in [
+        (V3, ParallelLayout(tp=8, ep=8, dcp=8), None),
+        (QWEN, ParallelLayout(tp=8, ep=8, dcp=2), None),
+        (QWEN, ParallelLayout(tp=8, ep=8, dcp=4), "at most 2 tp ranks of qwen3-235b-a22b hold the same KV"),
+        ("deepseek-v3.2", ParallelLayout(tp=8, ep=8, dcp=2), "not modelled for the sparse attention"),
+        (FLASH, ParallelLayout(tp=8, ep=8, dcp=2), "not modelled for the sparse attention"),
+    ]:
+        if says is None:
+            graph(model, layout)
+            continue
+        with pytest.raises(UsageError, match=says):
+            graph(model, layout)
+    with pytest.raises(UsageError, match="dcp = 3 does not divide tp = 8"):
+        ParallelLayout(tp=8, ep=8, dcp=3)
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class LayoutSpec(BaseModel):
     ep: int = 1
     etp: int = 1
     redundant_experts: int = 0
+    dcp: int = 1
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> LayoutSpec:
