@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ import pytest
 from backends.sim.timeline import simulate_step
 from deepinfer.cost.compose import StepCosts, makespan, operator_seconds, step_cost
 from deepinfer.cost.model import Cost, CostModel, Source
+from deepinfer.engine.deployment import resolve
+from deepinfer.engine.simulate import simulate_plan
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
@@ -20,7 +24,11 @@ from deepinfer.graph.transform import TAKEN_BY_EXCHANGE, fuse_moe, two_batch_ove
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
+from deepinfer.layout.plan import LayoutSpec, Plan, Pool
+from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
+from deepinfer.scheduler.speculation import Acceptance
+from deepinfer.workload.spec import FixedLength, PoissonArrivals, Workload
 
 V3, FLASH, PRO, V41 = "deepseek-v3", "deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v4.1-flash"
 EVEN = ExpertLoad(balanced=True)
@@ -253,3 +261,56 @@ def test_overlap_accepts_arrays() -> None:
     together = step_cost(g, decode(np.asarray([8.0, 100.0])), costs).seconds  # type: ignore[arg-type]
     alone = [float(step_cost(g, decode(n), costs).seconds) for n in (8.0, 100.0)]
     assert np.asarray(together) == pytest.approx(alone, rel=1e-12)
+
+
+# --- whole plans ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(model: str, layout: LayoutSpec, **settings: Any) -> Plan:
+    chosen = EngineSettings(max_num_seqs=8, max_tokens_per_step=2048, **settings)
+    workload = Workload(
+        isl=FixedLength(tokens=800),
+        osl=FixedLength(tokens=12),
+        arrivals=PoissonArrivals(rate=100),
+        num_requests=32,
+        seed=3,
+    )
+    pool = Pool(replicas=1, layout=layout, settings=chosen)
+    acceptance = Acceptance(rates=(0.7,), source="made up for tests")
+    return Plan(model=model, hardware="gb200-nvl72", gpus=8, pools=(pool,), workload=workload, acceptance=acceptance)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "settings"),
+    [
+        (V3, LayoutSpec(tp=8, ep=8, dcp=4), {"nextn": 1}),
+        (V3, LayoutSpec(tp=8, etp=8), {"overlap": "two-batch"}),
+        (FLASH, LayoutSpec(dp=4, tp=2, ep=8, redundant_experts=8), {"moe": "fused", "overlap": "two-batch"}),
+        (FLASH, LayoutSpec(dp=2, cp=2, tp=2, ep=4, etp=2), {"nextn": 1}),
+    ],
+)
+def test_plans_with_every_dimension_run(model: str, layout: LayoutSpec, settings: dict[str, Any]) -> None:
+    """From the plan's file to its summary: everyone is served, and a step takes what the graph says."""
+    plan = Plan.model_validate_json(plan_of(model, layout, **settings).to_json())
+    (deployment,) = resolve(plan)
+    g = deployment.graph()
+    kinds = {operator.kind for operator in g.operators}
+    assert (OpKind.FUSED_MOE in kinds) == (settings.get("moe") == "fused")
+    assert g.name.endswith("two batches") == (settings.get("overlap") == "two-batch")
+    assert OpKind.ALL_REDUCE in kinds
+    summary = simulate_plan(plan)
+    assert summary.requests_refused == 0
+    assert summary.requests_finished > 0
+    step_s = float(step_cost(g, decode(2.0, 800.0), CostModel(load_hardware("gb200-nvl72"))).seconds)
+    assert summary.tpot_s.p50 > 0.5 * step_s
+
+
+def test_a_deployments_expert_load_reaches_its_graph() -> None:
+    (deployment,) = resolve(plan_of(V3, LayoutSpec(dp=8, ep=8)))
+    costs = CostModel(load_hardware("gb200-nvl72"))
+    balanced, typical, unplaced = (
+        float(step_cost(replace(deployment, expert_load=x).graph(), decode(64.0), costs).seconds)
+        for x in (EVEN, TYPICAL_LOAD, ExpertLoad(eplb=False))
+    )
+    assert deployment.expert_load == TYPICAL_LOAD
+    assert balanced < typical < unplaced
