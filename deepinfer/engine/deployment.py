@@ -12,6 +12,7 @@ from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.memory import MemoryBudget, memory_budget
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import Plan, Pool, PoolRole, RouterName
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
@@ -38,6 +39,7 @@ class Deployment:
     role: PoolRole = "mixed"
     sample: int | None = None
     router: RouterName = "least_loaded"
+    expert_load: ExpertLoad = TYPICAL_LOAD
 
     @property
     def step_groups(self) -> int:
@@ -57,7 +59,10 @@ class Deployment:
     def graph(self) -> ExecutionGraph:
         """The execution graph of this engine's steps."""
         phase: Phase = "prefill" if self.role == "prefill" else "mixed"  # a decode pool replays windows
-        features = GraphFeatures(phase, self.settings.replay, self.settings.nextn)
+        chosen = self.settings
+        features = GraphFeatures(
+            phase, chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
+        )
         return build_graph(self.model, self.layout, self.cluster, features)
 
     def scheduler_config(self) -> SchedulerConfig:
@@ -128,4 +133,5 @@ def _deployment(
         host=host,
         role=pool.role,
         router=plan.router,
+        expert_load=plan.expert_load,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from deepinfer.errors import UsageError
 from deepinfer.files import first_fault, read_json
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.scheduler.speculation import Acceptance
@@ -36,11 +38,13 @@ class LayoutSpec(BaseModel):
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    redundant_experts: int = 0
+    dcp: int = 1
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> LayoutSpec:
         """The degrees of a layout."""
-        return cls(dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+        return cls(**asdict(layout))
 
     def resolve(self) -> ParallelLayout:
         """The layout itself. Raises UsageError when the degrees do not fit together."""
@@ -96,6 +100,7 @@ class Plan(BaseModel):
     slo: Slo = Slo()
     host: str = "deepinfer"
     router: RouterName = "least_loaded"
+    expert_load: ExpertLoad = TYPICAL_LOAD
     prediction: Summary | None = None
 
     @model_validator(mode="after")
