@@ -271,7 +271,7 @@ def plan_of(model: str, layout: LayoutSpec, **settings: Any) -> Plan:
     workload = Workload(
         isl=FixedLength(tokens=800),
         osl=FixedLength(tokens=12),
-        arrivals=PoissonArrivals(rate=100),
+        arrivals=PoissonArrivals(rate=10),
         num_requests=32,
         seed=3,
     )
