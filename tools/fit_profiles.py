@@ -57,6 +57,7 @@ BOUNDS = {  # lowest, starting and highest value
     "memory_efficiency": (0.02, 0.8, 0.95),
     "rows_half": (0.01, 10.0, 2000.0),
     "sharpness": (1.0, 2.0, 8.0),
+    "exp_share": (0.01, 0.5, 5.0),
     "depth_s": (1e-12, 3e-10, 1e-8),
     "write_passes": (0.01, 2.0, 50.0),
     "quantise_bytes": (0.01, 2.0, 20.0),
@@ -145,7 +146,8 @@ def fit_rows(entry: Entry, parts: list[Rows]) -> dict[str, float]:
     share = np.log(start / low) / np.log(high / low)
     x = np.log(share / (1 - share))
     x = minimise(lambda x: np.log(predict(parts, entry.key, values(x))) - measured, x, counts)
-    return {name: float(f"{value:.3g}") for name, value in values(x).items()}
+    fixed = dict(entry.fixed)
+    return {name: fixed.get(name) or float(f"{value:.3g}") for name, value in values(x).items()}
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,13 @@ START = f"start-up only, 256-1,200 entries a row; {FLASHMLA_HBM}, "
 START += "compute rate from its sparse decode of 128 heads and top-2048, while V4-class models have 64 heads"
 # Uneven numbers of rows waste half a tile of 128 in each expert; equal ones are read with what they waste.
 TILE = ("rows_half", 64.0)
+# Half a wave of tiles 128 x 128 at the rate that is reached, 0.69 of 1,979 TFLOPS on 132 SMs: uneven numbers of tiles
+# end in the middle of one. The measured ones are powers of two, which fill waves of 132 to 97 %.
+WAVE = ("depth_s", 1.6e-9)
 FP8, FP4 = ("fp8_block",), ("nvfp4",)
 CONTEXT = "wideep_context_moe.sglang-0.5.10"
 MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 0)}
-MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 1), "moe.trtllm-1.3.0rc20": partial(grouped_gemm, FP8, 8, 0)}
+MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 1)}
 MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 0)}
 
 V1_RDMA = "DeepEP V1 README: low-latency, EP16-EP256 on H800, the only data for scale-out"
@@ -226,7 +231,7 @@ def products(hopper: bool) -> list[Entry]:
     ]
     balanced = "balanced, up to 96 local experts, FP8 weights, rows as padded to tiles of 128"
     if hopper:
-        return [*found, Entry("grouped_gemm.fp8", ROOFLINE, MOE, balanced, (TILE,), max_rows=60)]
+        return [*found, Entry("grouped_gemm.fp8", AROUND, MOE, balanced, (TILE, WAVE), max_rows=60)]
     nvfp4 = partial(gemm, "nvfp4", (0.5625, 0.5625))
     return [
         *found,
@@ -243,7 +248,8 @@ def attentions(hopper: bool) -> list[Entry]:
     fixed = (SPARSE["hopper" if hopper else "blackwell"], HBM)
     prefill = {"context_mla.trtllm" if hopper else "context_mla.": attention_prefill}
     scores, sparse = "dsv4_paged_mqa_logits_module.sglang", "dsv4_hca_attn_module."
-    lists, many = (*COMPUTE, "rows_half"), f">= 512 query rows, rows = entries of one; {FLASHMLA_HBM}"
+    softmax = () if hopper else ("exp_share",)
+    keys, lists = (() if hopper else (("flops_per_exp", n),) for n in (640.0, 2048.0))  # products of a query and a key
     decode = {"bf16": ("bfloat16", 1152.0), "fp8": ("fp8", 576.0)}
     context = ">= 16 heads, >= 256 tokens, fastest kernel"
     return [
@@ -259,14 +265,21 @@ def attentions(hopper: bool) -> list[Entry]:
         ),
         Entry(
             "attention_prefill.bf16",
-            (*ROOFLINE, "rows_half"),
+            (*ROOFLINE, "rows_half", *softmax),
             prefill,
             "BF16 cache, >= 32 heads, >= 64 tokens, rows = keys of one",
+            keys,
         ),
         Entry(
             "sparse_attention_decode.bf16", COMPUTE[:1], {sparse: sparse_attention_decode}, START, fixed, "published"
         ),
-        Entry("sparse_attention_prefill.bf16", lists, {sparse: sparse_attention_prefill}, many, (HBM,)),
+        Entry(
+            "sparse_attention_prefill.bf16",
+            (*ROOFLINE, "rows_half", *softmax),
+            {sparse: sparse_attention_prefill},
+            ">= 512 query rows, rows = entries of one",
+            lists,
+        ),
         Entry(
             "index_score.fp8",
             COMPUTE,

@@ -1,13 +1,15 @@
 """What an operator costs: `CostModel.cost(operator, work) -> Cost`, and the roofline with fitted efficiencies.
 
     seconds = startup + (compute^p + (bytes / (bandwidth x e_m))^p)^(1/p) + around + peers x per_peer_s + message
-    compute = flops x (1 + rows_half / rows) / (peak x e_c) + depth x depth_s
+    compute = flops x (1 / (peak x e_c) + exp_share / (flops_per_exp x exp_per_s)) x (1 + rows_half / rows)
+              + depth x depth_s
     around  = (written x write_passes + rows x depth x quantise_bytes) / (bandwidth x e_m)
 
 with `rows` those that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach (e_c is a share of
 the peak at the work's precision, or at the one an entry names as its `peak`), and p how sharply the roofline's knee is
 rounded (p = 1: the two terms add up; p large: the larger one counts). The depth of a work is what one tile walks
 through in series, the k of a product or the context of an attention row, at `depth_s` a step however many tiles run.
+Attention takes an exponential every `flops_per_exp` FLOPs, of which a share waits for the special function units.
 A message takes the longer of its scale-up and scale-out parts, each bytes / (link x efficiency) plus the link's latency
 beyond the start-up, if the catalog has one. Within the scale-up domain it is sent by the faster of two protocols, one
 that starts at once and one for bulk, which starts `bulk_startup_s` later and reaches more of the link.
@@ -68,6 +70,8 @@ class OperatorParameters(BaseModel):
     rows_half: Annotated[float, Field(ge=0)] = 0.0
     sharpness: Annotated[float, Field(ge=1)] = 4.0
     scale_up_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    exp_share: Annotated[float, Field(ge=0)] = 0.0
+    flops_per_exp: Annotated[float, Field(gt=0)] = 1.0
     depth_s: Annotated[float, Field(ge=0)] = 0.0
     write_passes: Annotated[float, Field(ge=0)] = 0.0
     quantise_bytes: Annotated[float, Field(ge=0)] = 0.0
@@ -161,10 +165,11 @@ class CostModel:
     def _look_up(self, kind: OpKind, precision: Precision) -> _Rates:
         p = self.profile.parameters(kind, precision)
         up, out = self.accelerator.scale_up, self.accelerator.scale_out
+        exp_s = p.exp_share / p.flops_per_exp / self._exp_per_s() if p.exp_share else 0.0
         s_per_byte = 1.0 / (self.accelerator.hbm_bytes_per_s.value * p.memory_efficiency)
         rates = _Rates(
             parameters=p,
-            s_per_flop=1.0 / (self.accelerator.peak_flops_per_s(p.peak or precision) * p.compute_efficiency),
+            s_per_flop=1.0 / (self.accelerator.peak_flops_per_s(p.peak or precision) * p.compute_efficiency) + exp_s,
             s_per_byte=s_per_byte,
             s_per_byte_written=p.write_passes * s_per_byte,
             s_per_quantised=p.quantise_bytes * s_per_byte,
@@ -177,6 +182,13 @@ class CostModel:
         )
         self._known[kind, precision] = rates
         return rates
+
+    def _exp_per_s(self) -> float:
+        if self.accelerator.exp_per_s is None:
+            raise NoDataError(
+                f"hardware {self.accelerator.name}: exp_per_s is not in the catalog; add it with a source"
+            )
+        return self.accelerator.exp_per_s.value
 
 
 def _message_seconds(message: Message, known: _Rates) -> Num:
