@@ -197,11 +197,11 @@ def test_a_tile_walks_its_depth_however_much_memory_waits() -> None:
     assert seconds == pytest.approx(1e18 / 1.979e15 + 1e-5 + 7.168e-6, rel=1e-9)
 
 
-def test_quantising_and_writing_add_to_the_product() -> None:
-    """64 rows of k 7168 at 3 bytes each, and a megabyte that is written twice more."""
-    costs, operator = model_of(memory_efficiency=0.8, quantise_bytes=3.0, write_passes=2.0)
+def test_what_is_quantised_and_written_adds_to_the_product() -> None:
+    """64 rows of k 7168 moved three times more, and a megabyte that is written twice more."""
+    costs, operator = model_of(memory_efficiency=0.8, read_passes=3.0, write_passes=2.0)
     plain, _ = model_of(memory_efficiency=0.8)
-    work = Work(1e12, "fp8", 1e8, 1e6, rows=64.0, depth=7168.0)
+    work = Work(1e12, "fp8", 1e8, 1e6, rows=64.0, activation_bytes=64 * 7168.0)
     more = costs.cost(operator, work).seconds - plain.cost(operator, work).seconds
     assert more == pytest.approx((64 * 7168 * 3 + 2e6) / (3.35e12 * 0.8), rel=1e-9)
 
@@ -438,11 +438,24 @@ def test_grouped_products_against_published_h800_kernels(experts: int, rows: int
 @pytest.mark.parametrize(("m", "k", "n", "measured_s"), DENSE_H800)
 def test_dense_products_against_published_h800_kernels(m: int, k: int, n: int, measured_s: float) -> None:
     hopper = load_profile("hopper")
-    product = hopper.operators["gemm.fp8"].model_copy(update={"quantise_bytes": 0.0})
+    product = hopper.operators["gemm.fp8"].model_copy(update={"read_passes": 0.0})
     costs = CostModel(load_hardware("h800"), hopper.model_copy(update={"operators": {"gemm.fp8": product}}))
     gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
     work = Work(2.0 * m * n * k, "fp8", m * k + n * k, 2.0 * m * n, rows=m, depth=k)
     assert within(float(costs.cost(gemm, work).seconds), measured_s, 1.3)
+
+
+# The same: index scores of V3.2's decode, 64 requests of so many tokens. Small ones also read 64 queries of 64 heads.
+INDEX_H800 = [(4096, 20.9e-6), (32_768, 108.9e-6), (131_072, 394e-6)]
+
+
+@pytest.mark.parametrize(("context", "measured_s"), INDEX_H800)
+def test_index_scores_against_published_h800_kernels(context: int, measured_s: float) -> None:
+    built = graph("deepseek-v3.2", "h800", ParallelLayout(), "decode")
+    scan = next(o for o in built.operators if o.kind is OpKind.INDEX_SCORE)
+    shape = StepShape(Sequences.decoding(64.0, 0.0, context - 1.0))
+    predicted = CostModel(load_hardware("h800")).cost(scan, scan.work(shape)).seconds
+    assert within(float(predicted), measured_s, 1.35)
 
 
 # hicann/cann-recipes-infer, inference guides of V4, V3.2 and R1: decode with forced balanced experts, attention DP and

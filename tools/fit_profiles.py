@@ -59,8 +59,8 @@ BOUNDS = {  # lowest, starting and highest value
     "sharpness": (1.0, 2.0, 8.0),
     "exp_share": (0.01, 0.5, 5.0),
     "depth_s": (1e-12, 3e-10, 1e-8),
+    "read_passes": (0.01, 2.0, 20.0),
     "write_passes": (0.01, 2.0, 50.0),
-    "quantise_bytes": (0.01, 2.0, 20.0),
     "bulk_startup_s": (1e-7, 1e-5, 1e-3),
     "bulk_efficiency": (0.02, 0.7, 1.0),
     "per_peer_s": (1e-9, 3e-7, 1e-5),
@@ -102,7 +102,7 @@ def predict(parts: list[Rows], key: str, values: dict[str, float]) -> Array:
     for p in parts:
         peers: Any = p.peers
         message = Message("all_to_all", p.scale_up, p.scale_out, peers)
-        work = Work(p.flops, any_of, p.bytes_read, p.bytes_written, p.rows, message, p.depth)
+        work = Work(p.flops, any_of, p.bytes_read, p.bytes_written, p.rows, message, p.depth, p.activations)
         cost = CostModel(device(p.device), profile).cost(operator, work)
         seconds.append(np.broadcast_to(cost.seconds, p.seconds.shape))
     return np.concatenate(seconds)
@@ -224,7 +224,7 @@ def exchange(phase: str, hopper: bool) -> Entry:
 def products(hopper: bool) -> list[Entry]:
     """Dense products and routed experts."""
     fp8, bf16 = partial(gemm, "fp8_block", (1.0, 1 + 1 / 1024)), partial(gemm, "bfloat16", (2.0, 2.0))
-    quantised = (*PRODUCT, "quantise_bytes")
+    quantised = (*PRODUCT, "read_passes")
     found = [
         Entry("gemm.fp8", quantised, {"gemm.": fp8}, "fp8_block, DeepGEMM, n and k >= 512, quantising included"),
         Entry("gemm.bf16", PRODUCT, {"gemm.": bf16}, "bfloat16, n and k >= 512"),
@@ -282,10 +282,10 @@ def attentions(hopper: bool) -> list[Entry]:
         ),
         Entry(
             "index_score.fp8",
-            COMPUTE,
+            (*COMPUTE, "sharpness", "read_passes"),
             {scores: index_score},
             f"FP8 keys, which fit L2 here; {FLASHMLA_HBM}",
-            (HBM, ("sharpness", 1.0)),
+            (HBM,),
         ),
     ]
 

@@ -32,6 +32,7 @@ class Rows:
     bytes_written: Array | float = 0.0
     rows: Array | float = 1.0
     depth: Array | float = 0.0
+    activations: Array | float = 0.0  # bytes
     peers: Array | float = 1.0
     scale_up: Array | float = 0.0
     scale_out: Array | float = 0.0
@@ -53,7 +54,7 @@ def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
     t = t[(t["gemm_dtype"] == dtype) & (t["n"] >= 512) & (t["k"] >= 512) & ((t["m"] == 1) | (t["m"] % 2 == 0))]
     m, n, k = (t[column].astype(float) for column in "mnk")
     read = m * k * size[0] + n * k * size[1]
-    return Rows(name, t["latency"] * 1e-3, 2 * m * n * k, read, m * n * 2, m, k)
+    return Rows(name, t["latency"] * 1e-3, 2 * m * n * k, read, m * n * 2, m, k, m * k * size[0])
 
 
 WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125, "nvfp4": 0.5625}
@@ -142,7 +143,7 @@ def index_score(t: Array, name: str) -> Rows:
     """Index logits of V4 (one key per 4 tokens, 64 heads of 128, FP8 keys of 132 B), FP32 out."""
     rows, keys = 1.0 * t["batch_size"] * t["isl"], t["batch_size"] * (t["step"] + t["isl"]) / 4
     scored = rows * (t["step"] + t["isl"] / 2) / 4
-    return Rows(name, t["latency"] * 1e-3, 2 * 64 * 128 * scored, keys * 132 + rows * 8448, scored * 4, 64.0)
+    return Rows(name, t["latency"] * 1e-3, 2 * 64 * 128 * scored, keys * 132, scored * 4, 64.0, activations=rows * 8448)
 
 
 def elementwise(t: Array, name: str) -> Rows:

@@ -3,7 +3,7 @@
     seconds = startup + (compute^p + (bytes / (bandwidth x e_m))^p)^(1/p) + around + peers x per_peer_s + message
     compute = flops x (1 / (peak x e_c) + exp_share / (flops_per_exp x exp_per_s)) x (1 + rows_half / rows)
               + depth x depth_s
-    around  = (written x write_passes + rows x depth x quantise_bytes) / (bandwidth x e_m)
+    around  = (activation bytes read x read_passes + bytes written x write_passes) / (bandwidth x e_m)
 
 with `rows` those that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach (e_c is a share of
 the peak at the work's precision, or at the one an entry names as its `peak`), and p how sharply the roofline's knee is
@@ -54,11 +54,11 @@ class OperatorParameters(BaseModel):
     """Fitted parameters of one kind of operator on one accelerator family; see the module's formula.
 
     `peak` is for kernels that run at another precision's rate than their operands suggest: the ratio of two peaks
-    differs between parts of one family (FP4 has 2 times FP8's on B200, 3 times on B300). `write_passes` counts what
-    kernels around the main one move for each byte written (permutation, activation function), `quantise_bytes` what
-    quantising moves for each activation. `fitted` names the parameters that were fitted, on `rows_fitted` measured
-    rows; `log_error_sigma` is half the central 68 % of log(predicted / measured) over rows held out, None if there were
-    none.
+    differs between parts of one family (FP4 has 2 times FP8's on B200, 3 times on B300). `read_passes` and
+    `write_passes` count what kernels before and after the main one move for each byte of activations that it reads
+    (quantising) or writes (activation function, permutation). `fitted` names the parameters that were fitted, on
+    `rows_fitted` measured rows; `log_error_sigma` is half the central 68 % of log(predicted / measured) over rows held
+    out, None if there were none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,8 +73,8 @@ class OperatorParameters(BaseModel):
     exp_share: Annotated[float, Field(ge=0)] = 0.0
     flops_per_exp: Annotated[float, Field(gt=0)] = 1.0
     depth_s: Annotated[float, Field(ge=0)] = 0.0
+    read_passes: Annotated[float, Field(ge=0)] = 0.0
     write_passes: Annotated[float, Field(ge=0)] = 0.0
-    quantise_bytes: Annotated[float, Field(ge=0)] = 0.0
     scale_out_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
     bulk_startup_s: Annotated[float, Field(ge=0)] = 0.0
     bulk_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -124,7 +124,7 @@ class _Rates(NamedTuple):
     s_per_flop: float
     s_per_byte: float
     s_per_byte_written: float
-    s_per_quantised: float
+    s_per_byte_activation: float
     s_per_byte_up: float
     s_per_byte_bulk: float
     s_per_byte_out: float
@@ -152,10 +152,10 @@ class CostModel:
         if p.depth_s:
             compute = compute + work.depth * p.depth_s
         seconds = p.startup_s + _rounded_maximum(compute, num_bytes * known.s_per_byte, p.sharpness)
+        if p.read_passes:
+            seconds = seconds + work.activation_bytes * known.s_per_byte_activation
         if p.write_passes:
             seconds = seconds + work.bytes_written * known.s_per_byte_written
-        if p.quantise_bytes:
-            seconds = seconds + work.rows * work.depth * known.s_per_quantised
         amount = work.flops + num_bytes
         if work.message is not None:
             seconds = seconds + _message_seconds(work.message, known)
@@ -172,7 +172,7 @@ class CostModel:
             s_per_flop=1.0 / (self.accelerator.peak_flops_per_s(p.peak or precision) * p.compute_efficiency) + exp_s,
             s_per_byte=s_per_byte,
             s_per_byte_written=p.write_passes * s_per_byte,
-            s_per_quantised=p.quantise_bytes * s_per_byte,
+            s_per_byte_activation=p.read_passes * s_per_byte,
             s_per_byte_up=1.0 / (up.bytes_per_s.value * p.scale_up_efficiency),
             s_per_byte_bulk=1.0 / (up.bytes_per_s.value * (p.bulk_efficiency or 1.0)),
             s_per_byte_out=1.0 / (out.bytes_per_s.value * p.scale_out_efficiency),

@@ -51,8 +51,9 @@ class Work:
 
     `rows` is how many rows meet each weight matrix (per expert for grouped products): what a tensor core's
     efficiency depends on. `depth` is how many steps one tile of the work walks in series: the k of a product (of both
-    products for routed experts), the context of an attention row. Work without FLOPs, bytes and message costs nothing:
-    the operator is not launched.
+    products for routed experts), the context of an attention row. `activation_bytes` is the part of what is read that
+    the step computed, not weights or cache. Work without FLOPs, bytes and message costs nothing: the operator is not
+    launched.
     """
 
     flops: Num = 0.0
@@ -62,6 +63,7 @@ class Work:
     rows: Num = 1.0
     message: Message | None = None
     depth: Num = 0.0
+    activation_bytes: Num = 0.0
 
 
 @dataclass(frozen=True, eq=False)
