@@ -21,6 +21,7 @@ from deepinfer.graph.ops import Message, Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, hardware_names, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import ExpertLoad
 from deepinfer.model.hf import load_model
 
 V41, V3 = "deepseek-v4.1-flash", "deepseek-v3"
@@ -426,13 +427,16 @@ def test_latent_attention_against_published_h800_kernels(batch: int, context: in
 
 @pytest.mark.parametrize(("experts", "rows", "up_s", "down_s"), EXPERTS_H800)
 def test_grouped_products_against_published_h800_kernels(experts: int, rows: int, up_s: float, down_s: float) -> None:
-    """The graph's operator is both products; it also streams their activations once."""
+    """The graph's operator is both products; it also streams their activations once. Rows were drawn evenly."""
     ep = 256 // experts
-    built = graph(V3, "h800", ParallelLayout(dp=ep, ep=ep), "decode")
+    accelerator = load_hardware("h800")
+    features = GraphFeatures("decode", expert_load=ExpertLoad(balanced=True))
+    layout = ParallelLayout(dp=ep, ep=ep)
+    built = build_graph(fit_to_hardware(load_model(V3), accelerator), layout, ClusterSpec(accelerator, ep), features)
     operator = next(o for o in built.operators if o.name == "experts")
     shape = StepShape(Sequences.decoding(rows * experts / 8, 0.0, 1000.0))
     predicted = CostModel(load_hardware("h800")).cost(operator, operator.work(shape)).seconds
-    assert within(float(predicted), up_s + down_s, 1.5)
+    assert within(float(predicted), up_s + down_s, 1.3)
 
 
 @pytest.mark.parametrize(("m", "k", "n", "measured_s"), DENSE_H800)

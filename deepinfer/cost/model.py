@@ -12,7 +12,9 @@ through in series, the k of a product or the context of an attention row, at `de
 Attention takes an exponential every `flops_per_exp` FLOPs, of which a share waits for the special function units.
 A message takes the longer of its scale-up and scale-out parts, each bytes / (link x efficiency) plus the link's latency
 beyond the start-up, if the catalog has one. Within the scale-up domain it is sent by the faster of two protocols, one
-that starts at once and one for bulk, which starts `bulk_startup_s` later and reaches more of the link.
+that starts at once and one for bulk, which starts `bulk_startup_s` later and reaches more of the link. The message is
+added to the rest, or hidden behind it as sharply as an entry's `message_sharpness` above 1 says (a fused kernel sends
+while it computes).
 """
 
 from __future__ import annotations
@@ -76,6 +78,7 @@ class OperatorParameters(BaseModel):
     read_passes: Annotated[float, Field(ge=0)] = 0.0
     write_passes: Annotated[float, Field(ge=0)] = 0.0
     scale_out_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    message_sharpness: Annotated[float, Field(ge=1)] = 1.0
     bulk_startup_s: Annotated[float, Field(ge=0)] = 0.0
     bulk_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
     per_peer_s: Annotated[float, Field(ge=0)] = 0.0
@@ -151,16 +154,18 @@ class CostModel:
             compute = compute * (1.0 + p.rows_half / larger(work.rows, 1e-9))
         if p.depth_s:
             compute = compute + work.depth * p.depth_s
-        seconds = p.startup_s + _rounded_maximum(compute, num_bytes * known.s_per_byte, p.sharpness)
+        seconds = _rounded_maximum(compute, num_bytes * known.s_per_byte, p.sharpness)
         if p.read_passes:
             seconds = seconds + work.activation_bytes * known.s_per_byte_activation
         if p.write_passes:
             seconds = seconds + work.bytes_written * known.s_per_byte_written
         amount = work.flops + num_bytes
         if work.message is not None:
-            seconds = seconds + _message_seconds(work.message, known)
+            sent = _message_seconds(work.message, known)
+            fused = p.message_sharpness > 1.0
+            seconds = _rounded_maximum(seconds, sent, p.message_sharpness) if fused else seconds + sent
             amount = amount + work.message.scale_up_bytes + work.message.scale_out_bytes
-        return Cost(where_positive(amount, seconds), known.source)
+        return Cost(where_positive(amount, p.startup_s + seconds), known.source)
 
     def _look_up(self, kind: OpKind, precision: Precision) -> _Rates:
         p = self.profile.parameters(kind, precision)
