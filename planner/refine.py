@@ -209,7 +209,7 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
             ratios.setdefault(int(family[i]), []).append(ratio)
     everyone = [ratio for group in ratios.values() for ratio in group]
     default = np.mean(everyone, axis=0) if everyone else np.asarray((*FIRST_GUESS, 1.0))
-    table = np.tile(default, (len(screening.candidates), 1))
+    table = np.tile(default, (int(family.max(initial=0)) + 1, 1))
     for one, group in ratios.items():
         table[one] = np.mean(group, axis=0)
     tpot, ttft, output = table[family].T

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from deepinfer.engine.transfer import Side, kv_transfer
 from deepinfer.hardware.host import HostProfile
+from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import PoolRole, Slo
 from deepinfer.scheduler.speculation import Acceptance
@@ -21,6 +22,8 @@ CLOSER_LOOKS = 6
 """Kinds of engines per role that are evaluated on the whole grid, and in their variants."""
 CLOSE_TO_BEST = 0.85
 """Share of the best engines' requests/s per GPU at their latency that an engine of a pair needs."""
+WORTH_A_VARIANT = 0.005
+"""What a variant has to gain to be a plan of its own."""
 PoolChoice = Literal["any", "mixed", "split"]
 """Whether a plan may have one mixed pool, a prefill and a decode pool, or either."""
 
@@ -29,7 +32,7 @@ PoolChoice = Literal["any", "mixed", "split"]
 class Candidate:
     """Pools that points share: engines of a kind, and how many of them; points differ in the other settings.
 
-    `family` numbers candidates that differ only in how many engines they have.
+    `family` numbers candidates that differ only in how many engines they have, and in variants of these.
     """
 
     kind: EngineKind
@@ -97,7 +100,8 @@ class Screening:
 class Screen:
     """Evaluates a search space for one workload and acceptance.
 
-    With a `prefill_space` prompts are prefilled there and decoded in `space`; otherwise pools share one cluster.
+    With a `prefill_space` prompts are prefilled there and decoded in `space`; otherwise pools share one cluster. With
+    `only` no other kinds of engines are evaluated than these, each on the whole grid.
     """
 
     def __init__(
@@ -110,7 +114,9 @@ class Screen:
         expert_load: ExpertLoad = TYPICAL_LOAD,
         pools: PoolChoice = "any",
         prefill_space: SearchSpace | None = None,
+        only: Sequence[EngineKind] | None = None,
     ) -> None:
+        self.only = only
         self.space, self.load, self.slo = space, load, slo
         self.prefill_space = prefill_space
         self.pools: PoolChoice = "split" if prefill_space else pools
@@ -120,6 +126,7 @@ class Screen:
         self.refusals = Refusals()
         self._best_capacity_rps = 0.0
         self._num_screened = 0
+        self._families: dict[tuple[ParallelLayout | None, ...], int] = {}
 
     def run(self) -> Screening:
         """Screen the space: all layouts coarsely, then the most promising ones closely and in their variants."""
@@ -133,11 +140,6 @@ class Screen:
         return Screening(
             tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps, self._num_screened
         )
-
-    def engines(self, kinds: Sequence[EngineKind], nextns: list[int]) -> list[EnginePoints]:
-        """All points of the given kinds, whatever their role; `kind` of the points indexes the kinds."""
-        found = (self._evaluate(self._serving, kind, i, nextns) for i, kind in enumerate(kinds))
-        return [points for points in found if points is not None]
 
     def _evaluate(self, where: SteadyState, kind: EngineKind, number: int, nextns: list[int]) -> EnginePoints | None:
         match kind.role:
@@ -154,6 +156,9 @@ class Screen:
         self, where: SteadyState, role: PoolRole, nextns: list[int]
     ) -> tuple[list[EngineKind], list[EnginePoints]]:
         """Kinds for a role with their points: every layout on a coarse grid, the best closely and in their variants."""
+        if self.only is not None:
+            kinds = [kind for kind in self.only if kind.role == role]
+            return kinds, [p for i, k in enumerate(kinds) if (p := self._evaluate(where, k, i, nextns)) is not None]
         kinds = list(where.space.kinds(role, self.refusals))
         coarse, few = where.on(where.space.coarse()), where.space.coarse_nextn(nextns)
         points = [self._evaluate(coarse, kind, i, few) for i, kind in enumerate(kinds)]
@@ -162,15 +167,17 @@ class Screen:
         for i in best:
             if worth[i] <= 0:
                 continue
-            if role != "prefill":
-                points[i] = self._evaluate(where, kinds[i], i, nextns)
+            closer = points[i] = self._evaluate(where, kinds[i], i, nextns)
+            enough = (1.0 + WORTH_A_VARIANT) * (self._best_per_gpu(kinds[i], closer) if closer else 0.0)
             for variant in where.space.variants(kinds[i]):
-                points.append(self._evaluate(where, variant, len(kinds), nextns))
-                kinds.append(variant)
+                found = self._evaluate(where, variant, len(kinds), nextns)
+                if found is not None and self._best_per_gpu(variant, found) >= enough:
+                    points.append(found)
+                    kinds.append(variant)
         return kinds, [p for p in points if p is not None]
 
     def _best_per_gpu(self, kind: EngineKind, engines: EnginePoints) -> float:
-        """The most requests/s per GPU of a kind within the limits, whole engines on the cluster; 0 if none keeps them."""
+        """The most requests/s per GPU of a kind within the limits, on a cluster of whole engines; 0 if it keeps none."""
         gpus = (self._prefilling if kind.role == "prefill" else self._serving).space.gpus
         within = (engines.tpot_s <= self.slo.tpot_s) & (engines.ttft_s <= self.slo.ttft_s)
         best = float(engines.capacity_rps[within].max(initial=0.0))
@@ -181,7 +188,9 @@ class Screen:
         kinds, found = self._explored(self._serving, "mixed", nextns)
         parts: list[Points] = []
         first = len(candidates)
-        candidates += [Candidate(k, self.space.gpus // k.layout.num_ranks, first + i) for i, k in enumerate(kinds)]
+        for kind in kinds:
+            replicas = self.space.gpus // kind.layout.num_ranks
+            candidates.append(Candidate(kind, replicas, self._family(kind)))
         for engines in found:
             candidate = candidates[first + int(engines.kind[0])]
             layout = candidate.kind.layout
@@ -209,13 +218,17 @@ class Screen:
         keys = np.concatenate([key for key, _ in pairs])
         points = _concatenate([point for _, point in pairs])
         unique, index = np.unique(keys, axis=0, return_inverse=True)
-        families: dict[tuple[int, int], int] = {}
         first = len(candidates)
         for giver, taker, num_giving, num_taking in unique.tolist():
-            family = families.setdefault((giver, taker), first + len(families))
+            family = self._family(takers[taker], givers[giver])
             candidates.append(Candidate(takers[taker], num_taking, family, givers[giver], num_giving))
         kept = self._kept(replace(points, candidate=first + index.reshape(-1)), "two pools")
         return [] if kept is None else [kept]
+
+    def _family(self, kind: EngineKind, prefill: EngineKind | None = None) -> int:
+        """A number for pools whose engines are laid out alike, whatever their variants."""
+        alike = tuple(replace(k.layout, redundant_experts=0) if k else None for k in (kind, prefill))
+        return self._families.setdefault(alike, len(self._families))
 
     def _paired(
         self,
