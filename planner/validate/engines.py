@@ -1,0 +1,37 @@
+"""What serving engines do around the device's work: one entry of `engines.toml` per engine, each with its source."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from deepinfer.files import read_toml
+
+_FILE = Path(__file__).parent / "engines.toml"
+UNKNOWN_ENGINE = "vllm"
+"""Whose behaviour stands in for an engine without an entry."""
+
+
+class EngineProfile(BaseModel):
+    """An engine's host profile (None: no host time) and how an aggregated server of it computes prompts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    host: str | None = None
+    prefill: Literal["separate", "mixed"]
+    chunk_tokens: Annotated[int, Field(ge=1)]
+    source: Annotated[str, Field(min_length=8)]
+
+
+@lru_cache
+def _profiles() -> dict[str, EngineProfile]:
+    return {name: EngineProfile.model_validate(entry) for name, entry in read_toml(_FILE, "engine file").items()}
+
+
+def load_engine(name: str) -> EngineProfile:
+    """The profile of an engine; one that is not known behaves like the stand-in."""
+    profiles = _profiles()
+    return profiles.get(name.lower(), profiles[UNKNOWN_ENGINE])

@@ -1,0 +1,202 @@
+"""Operators timed on their own, as graphs of the planner's operators with the shape that the entry gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from deepinfer.cost.model import CostModel
+from deepinfer.errors import UsageError
+from deepinfer.graph.build import GraphFeatures, build_graph
+from deepinfer.graph.build.common import (
+    ACTIVATION_BYTES,
+    FP8_ACTIVATION_BYTES,
+    BuildContext,
+    OperatorList,
+    every_row,
+    ffn_operators,
+)
+from deepinfer.graph.graph import Block, ExecutionGraph
+from deepinfer.graph.ops import Operator, OpKind, Work
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.model.spec import LatentAttention, LayerSpec, MoE
+from planner.validate.mapping import Case
+from planner.validate.targets import Target
+
+Timed = tuple[ExecutionGraph, StepShape, Case]
+OVER_RDMA = "over RDMA"
+"""Notes that say so state a condition: the kernel uses the network also between accelerators of one host."""
+
+
+def kernel_step(case: Case) -> Timed:
+    """The graph and shape of a kernel entry. Raises UsageError for an operator or a shape that has no counterpart."""
+    op = case.target.op
+    assert op is not None, "a kernel entry has an op"
+    if op.name not in _KERNELS:
+        raise UsageError(f"kernel {op.name!r} is not modelled; modelled are {', '.join(sorted(_KERNELS))}")
+    return _KERNELS[op.name](case, Parameters(case.target))
+
+
+class Parameters:
+    """Shape parameters of an entry's operator, by name. Raises UsageError for one that is missing or no number."""
+
+    def __init__(self, target: Target) -> None:
+        assert target.op is not None
+        self._op = target.op
+
+    def __call__(self, *names: str, default: float | None = None) -> float:
+        for name in names:
+            value = self._op.params.get(name)
+            if isinstance(value, int | float):
+                return float(value)
+        if default is None:
+            raise UsageError(f"kernel {self._op.name}: parameter {names[0]!r} is not stated")
+        return default
+
+
+def _experts(case: Case, get: Parameters) -> Timed:
+    """Dispatch, both expert products and combine, of an expert group of its own."""
+    graph, shape, case = _moe(case, get, get("moe_intermediate"))
+    return _only(graph, ("dispatch", "experts", "combine")), shape, case
+
+
+def _exchange(case: Case, get: Parameters) -> Timed:
+    """Dispatch or combine alone; the payload scales the message."""
+    assert case.target.op is not None
+    name = case.target.op.name.removeprefix("ep_")
+    graph, shape, case = _moe(case, get, get("moe_intermediate", default=1.0))
+    usual = 8 * (FP8_ACTIVATION_BYTES if name == "dispatch" else ACTIVATION_BYTES)
+    bits = get("payload_bits", default=usual)
+    (operator,) = _only(graph, (name,)).operators
+    if bits not in (8, 16) or bits != round(usual):
+        operator = _scaled(operator, bits / usual)
+    return _alone(operator), shape, case
+
+
+def _moe(case: Case, get: Parameters, width: float) -> Timed:
+    ranks, tokens = int(get("ranks", default=case.layout.num_ranks)), get("tokens_per_rank")
+    experts = next((x.ffn for x in case.model.layers if isinstance(x.ffn, MoE)), None)
+    num_experts = int(get("experts", default=experts.num_experts if experts else 0))
+    moe = MoE(num_experts, int(get("top_k")), int(width), 0)
+    model = replace(case.model, hidden_size=int(get("hidden", default=case.model.hidden_size)))
+    case = _over_rdma(case) if OVER_RDMA in (case.target.notes or "") else case
+    ctx = BuildContext(model, ParallelLayout(dp=ranks, ep=ranks), replace(case.cluster, num_gpus=ranks), GraphFeatures())
+    ops = OperatorList()
+    ffn_operators(ctx, ops, moe, every_row)
+    graph = ExecutionGraph("routed experts", (Block("experts", tuple(ops.operators)),))
+    return graph, StepShape(Sequences.decoding(tokens, 0.0, 0.0)), case
+
+
+def _over_rdma(case: Case) -> Case:
+    accelerator = case.cluster.accelerator
+    alone = accelerator.scale_up_domain.model_copy(update={"value": 1.0})
+    accelerator = accelerator.model_copy(update={"scale_up_domain": alone})
+    return replace(
+        case, cluster=replace(case.cluster, accelerator=accelerator), costs=CostModel(accelerator, case.costs.profile)
+    )
+
+
+def _expert_gemm(case: Case, get: Parameters) -> Timed:
+    """One of the two grouped products: `local_experts` matrices k x n, each met by `mean_rows_per_expert` rows."""
+    local, rows, k, n = get("local_experts"), get("mean_rows_per_expert"), get("k"), get("n")
+    fmt, total = case.model.expert_format, local * rows
+    work = Work(
+        flops=2.0 * k * n * total,
+        precision=fmt.precision,
+        bytes_read=local * k * n * fmt.bytes_per_parameter + total * k * FP8_ACTIVATION_BYTES,
+        bytes_written=total * n * ACTIVATION_BYTES,
+        rows=rows,
+    )
+    return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape(), case
+
+
+def _gemm(case: Case, get: Parameters) -> Timed:
+    """A dense product m x k times k x n in the entry's weight format, or the model's."""
+    ops, m = OperatorList(), get("m", "tokens", "rows")
+    ops.gemm("gemm", ("x", "y"), lambda _: m, int(get("k")), int(get("n")), case.model.expert_format)
+    return _alone(ops.operators[0]), StepShape(), case
+
+
+def _attention_decode(case: Case, get: Parameters) -> Timed:
+    """Latent attention of one layer in its absorbed form, each request's last rows over its cached entries."""
+    rows, length = get("query_tokens", default=1.0), get("kv_len")
+    shape = StepShape(Sequences.decoding(get("batch", "requests"), rows - 1.0, length - rows))
+    return _latent(case, get, "attention_decode"), shape, case
+
+
+def _attention_prefill(case: Case, get: Parameters) -> Timed:
+    """Latent attention of one layer, keys and values expanded to heads, causal."""
+    rows = get("query_tokens", "seq_len", "tokens", "q_len")
+    before = get("kv_len", default=rows) - rows
+    shape = StepShape(None, (Sequences(get("batch", "requests", default=1.0), rows, before, rows, 1.0),))
+    return _latent(case, get, "attention_prefill"), shape, case
+
+
+def _latent(case: Case, get: Parameters, name: str) -> ExecutionGraph:
+    layer = case.model.layers[0]
+    if not isinstance(layer.attention, LatentAttention):
+        raise UsageError(f"kernel {name} of {case.model.name}: only latent attention is timed on its own")
+    attention = replace(
+        layer.attention,
+        num_heads=int(get("heads", "num_heads", default=layer.attention.num_heads)),
+        kv_lora_rank=int(get("kv_lora_rank", default=layer.attention.kv_lora_rank)),
+        rope_dim=int(get("rope_dim", default=layer.attention.rope_dim)),
+    )
+    model = replace(case.model, layers=(LayerSpec(0, attention, layer.ffn),), draft=None)
+    return _only(build_graph(model, ParallelLayout(), case.cluster, GraphFeatures()), (name,))
+
+
+def _draft_step(case: Case, get: Parameters) -> Timed:
+    """One pass of the model's draft module for every request."""
+    draft = case.model.draft
+    if draft is None:
+        raise UsageError(f"model {case.model.name} has no draft module")
+    graph = build_graph(case.model, case.layout, case.cluster, GraphFeatures("decode", "off", 1))
+    blocks = tuple(b for b in graph.blocks if b.name.startswith("draft"))
+    requests = get("requests", "batch") / case.replicas
+    drafts = float(draft.max_drafts if draft.kind == "dspark" else 1)
+    decode = Sequences.decoding(max(requests, 1.0), drafts, get("kv_len"))
+    shape = StepShape(decode, mean_rows=requests * (1.0 + drafts))
+    return ExecutionGraph("draft pass", blocks), shape, case
+
+
+def _only(graph: ExecutionGraph, names: tuple[str, ...]) -> ExecutionGraph:
+    """The named operators of a graph, in order."""
+    blocks = (Block(b.name, tuple(o for o in b.operators if o.name in names)) for b in graph.blocks)
+    return ExecutionGraph(" + ".join(names), tuple(b for b in blocks if b.operators))
+
+
+def _alone(operator: Operator) -> ExecutionGraph:
+    return ExecutionGraph(operator.name, (Block(operator.name, (operator,)),))
+
+
+def _operator(name: str, kind: OpKind, work: Work) -> Operator:
+    return Operator(name, kind, (), (), lambda _: work, lambda _: None)
+
+
+def _scaled(operator: Operator, factor: float) -> Operator:
+    """The same operator with so many times the message."""
+
+    def work(shape: StepShape) -> Work:
+        full = operator.work(shape)
+        message = full.message
+        if message is None:
+            return full
+        up, out = message.scale_up_bytes * factor, message.scale_out_bytes * factor
+        return replace(full, message=replace(message, scale_up_bytes=up, scale_out_bytes=out))
+
+    return replace(operator, work=work)
+
+
+_KERNELS: dict[str, Callable[[Case, Parameters], Timed]] = {
+    "moe_fused": _experts,
+    "ep_dispatch": _exchange,
+    "ep_combine": _exchange,
+    "expert_gemm_up": _expert_gemm,
+    "expert_gemm_down": _expert_gemm,
+    "gemm": _gemm,
+    "attention_decode": _attention_decode,
+    "attention_prefill": _attention_prefill,
+    "draft_step": _draft_step,
+}
