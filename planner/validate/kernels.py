@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from deepinfer.cost.model import CostModel
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import (
@@ -24,9 +23,7 @@ from deepinfer.model.spec import LatentAttention, LayerSpec, MoE
 from planner.validate.mapping import Case
 from planner.validate.targets import Target
 
-Timed = tuple[ExecutionGraph, StepShape, Case]
-OVER_RDMA = "over RDMA"
-"""Notes that say so state a condition: the kernel uses the network also between accelerators of one host."""
+Timed = tuple[ExecutionGraph, StepShape]
 
 
 def kernel_step(case: Case) -> Timed:
@@ -57,21 +54,21 @@ class Parameters:
 
 def _experts(case: Case, get: Parameters) -> Timed:
     """Dispatch, both expert products and combine, of an expert group of its own."""
-    graph, shape, case = _moe(case, get, get("moe_intermediate"))
-    return _only(graph, ("dispatch", "experts", "combine")), shape, case
+    graph, shape = _moe(case, get, get("moe_intermediate"))
+    return _only(graph, ("dispatch", "experts", "combine")), shape
 
 
 def _exchange(case: Case, get: Parameters) -> Timed:
     """Dispatch or combine alone; the payload scales the message."""
     assert case.target.op is not None
     name = case.target.op.name.removeprefix("ep_")
-    graph, shape, case = _moe(case, get, get("moe_intermediate", default=1.0))
+    graph, shape = _moe(case, get, get("moe_intermediate", default=1.0))
     usual = 8 * (FP8_ACTIVATION_BYTES if name == "dispatch" else ACTIVATION_BYTES)
     bits = get("payload_bits", default=usual)
     (operator,) = _only(graph, (name,)).operators
     if bits not in (8, 16) or bits != round(usual):
         operator = _scaled(operator, bits / usual)
-    return _alone(operator), shape, case
+    return _alone(operator), shape
 
 
 def _moe(case: Case, get: Parameters, width: float) -> Timed:
@@ -80,21 +77,13 @@ def _moe(case: Case, get: Parameters, width: float) -> Timed:
     num_experts = int(get("experts", default=experts.num_experts if experts else 0))
     moe = MoE(num_experts, int(get("top_k")), int(width), 0)
     model = replace(case.model, hidden_size=int(get("hidden", default=case.model.hidden_size)))
-    case = _over_rdma(case) if OVER_RDMA in (case.target.notes or "") else case
-    ctx = BuildContext(model, ParallelLayout(dp=ranks, ep=ranks), replace(case.cluster, num_gpus=ranks), GraphFeatures())
+    ctx = BuildContext(
+        model, ParallelLayout(dp=ranks, ep=ranks), replace(case.cluster, num_gpus=ranks), GraphFeatures()
+    )
     ops = OperatorList()
     ffn_operators(ctx, ops, moe, every_row)
     graph = ExecutionGraph("routed experts", (Block("experts", tuple(ops.operators)),))
-    return graph, StepShape(Sequences.decoding(tokens, 0.0, 0.0)), case
-
-
-def _over_rdma(case: Case) -> Case:
-    accelerator = case.cluster.accelerator
-    alone = accelerator.scale_up_domain.model_copy(update={"value": 1.0})
-    accelerator = accelerator.model_copy(update={"scale_up_domain": alone})
-    return replace(
-        case, cluster=replace(case.cluster, accelerator=accelerator), costs=CostModel(accelerator, case.costs.profile)
-    )
+    return graph, StepShape(Sequences.decoding(tokens, 0.0, 0.0))
 
 
 def _expert_gemm(case: Case, get: Parameters) -> Timed:
@@ -108,21 +97,21 @@ def _expert_gemm(case: Case, get: Parameters) -> Timed:
         bytes_written=total * n * ACTIVATION_BYTES,
         rows=rows,
     )
-    return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape(), case
+    return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape()
 
 
 def _gemm(case: Case, get: Parameters) -> Timed:
     """A dense product m x k times k x n in the entry's weight format, or the model's."""
     ops, m = OperatorList(), get("m", "tokens", "rows")
     ops.gemm("gemm", ("x", "y"), lambda _: m, int(get("k")), int(get("n")), case.model.expert_format)
-    return _alone(ops.operators[0]), StepShape(), case
+    return _alone(ops.operators[0]), StepShape()
 
 
 def _attention_decode(case: Case, get: Parameters) -> Timed:
     """Latent attention of one layer in its absorbed form, each request's last rows over its cached entries."""
     rows, length = get("query_tokens", default=1.0), get("kv_len")
     shape = StepShape(Sequences.decoding(get("batch", "requests"), rows - 1.0, length - rows))
-    return _latent(case, get, "attention_decode"), shape, case
+    return _latent(case, get, "attention_decode"), shape
 
 
 def _attention_prefill(case: Case, get: Parameters) -> Timed:
@@ -130,7 +119,7 @@ def _attention_prefill(case: Case, get: Parameters) -> Timed:
     rows = get("query_tokens", "seq_len", "tokens", "q_len")
     before = get("kv_len", default=rows) - rows
     shape = StepShape(None, (Sequences(get("batch", "requests", default=1.0), rows, before, rows, 1.0),))
-    return _latent(case, get, "attention_prefill"), shape, case
+    return _latent(case, get, "attention_prefill"), shape
 
 
 def _latent(case: Case, get: Parameters, name: str) -> ExecutionGraph:
@@ -158,7 +147,7 @@ def _draft_step(case: Case, get: Parameters) -> Timed:
     drafts = float(draft.max_drafts if draft.kind == "dspark" else 1)
     decode = Sequences.decoding(max(requests, 1.0), drafts, get("kv_len"))
     shape = StepShape(decode, mean_rows=requests * (1.0 + drafts))
-    return ExecutionGraph("draft pass", blocks), shape, case
+    return ExecutionGraph("draft pass", blocks), shape
 
 
 def _only(graph: ExecutionGraph, names: tuple[str, ...]) -> ExecutionGraph:

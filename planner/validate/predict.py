@@ -18,8 +18,6 @@ from planner.validate.targets import Target
 
 UNSTATED_CHUNKS = (4096.0, 32768.0)
 """Tokens per GPU and forward that prefill entries state, from least to most: the range where one states none."""
-MIXED_SHARE_STEPS = 64
-"""Replicas that prefill at once are counted by a binomial sum up to this many; beyond it the mean is as good."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,8 @@ def _ratio(target: Target) -> Prediction:
 def _kernel(case: Case) -> Prediction:
     if not case.target.metric.endswith("_s") or case.target.metric.endswith("per_s"):
         raise UsageError(f"metric {case.target.metric!r} of a kernel is not modelled")
-    graph, shape, cluster_case = kernel_step(case)
-    seconds = float(step_cost(graph, shape, cluster_case.costs).seconds)
+    graph, shape = kernel_step(case)
+    seconds = float(step_cost(graph, shape, case.costs).seconds)
     step = TimedStep(graph.name, graph, shape, seconds, 0.0)
     return Prediction(seconds, seconds, seconds, ((1.0, step),))
 
