@@ -9,21 +9,35 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.files import read_toml
+from deepinfer.hardware.spec import Accelerator
 
 _FILE = Path(__file__).parent / "engines.toml"
+LARGE_MEMORY_BYTES = 160e9
 UNKNOWN_ENGINE = "vllm"
 """Whose behaviour stands in for an engine without an entry."""
 
 
 class EngineProfile(BaseModel):
-    """An engine's host profile (None: no host time) and how an aggregated server of it computes prompts."""
+    """An engine's host profile (None: no host time) and how an aggregated server of it computes prompts.
+
+    A step takes at most `chunk_tokens` prompt tokens, `large_chunk_tokens` on accelerators from 160 GB on; with
+    `chunk_shared` that is for all attention replicas together, else for each.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     host: str | None = None
     prefill: Literal["separate", "mixed"]
     chunk_tokens: Annotated[int, Field(ge=1)]
+    large_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
+    chunk_shared: bool = False
     source: Annotated[str, Field(min_length=8)]
+
+    def chunk_rows(self, accelerator: Accelerator, replicas: int) -> float:
+        """Most prompt rows of a step of one of so many attention replicas."""
+        large = accelerator.hbm_bytes.value >= LARGE_MEMORY_BYTES and self.large_chunk_tokens is not None
+        rows = self.large_chunk_tokens if large and self.large_chunk_tokens else self.chunk_tokens
+        return rows / replicas if self.chunk_shared else float(rows)
 
 
 @lru_cache

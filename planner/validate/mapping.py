@@ -20,6 +20,8 @@ from planner.validate.engines import EngineProfile, load_engine
 from planner.validate.targets import Target, TargetLayout
 
 _MODEL_ALIASES = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2-exp": "deepseek-v3.2"}
+# Models whose later release ships a drafter that makes a block in one pass.
+_BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731"}
 _DIES_PER_ACCELERATOR = {"ascend-910c": 2}
 _FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4}
 # Names of one entry's KV format in the order they are tried; INT8 records are as long as FP8's.
@@ -52,7 +54,7 @@ class Case:
 
 
 def map_case(target: Target) -> Case:
-    """The engine that an entry measured. Raises UsageError or NoDataError with the reason where it has no counterpart."""
+    """The engine that an entry measured. Raises UsageError or NoDataError with the reason where there is none."""
     accelerator = _hardware(target.hardware)
     model = _model(target, accelerator)
     layout = map_layout(target.layout, target.gpus, target.hardware)
@@ -112,7 +114,9 @@ def _model(target: Target, accelerator: Accelerator) -> ModelSpec:
     """The card's model in the formats that the entry names, else in those the accelerator serves it in."""
     name = target.model.lower()
     try:
-        card = load_model(_MODEL_ALIASES.get(name, name))
+        name = _MODEL_ALIASES.get(name, name)
+        drafts = target.op is not None and target.op.name == "draft_step"
+        card = load_model(_BLOCK_DRAFTERS.get(name, name) if drafts else name)
     except UsageError:
         raise UsageError(f"model {target.model!r} has no card") from None
     model = fit_to_hardware(card, accelerator)

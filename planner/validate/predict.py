@@ -1,4 +1,4 @@
-"""Predictions of entries: a step (or an operator) of the planner's own graph, through the planner's own cost formula."""
+"""Predictions of entries: steps (or operators) of the planner's own graph, through the planner's own cost formula."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ class TimedStep:
         return self.device_s + self.host_s
 
 
+WeightedSteps = tuple[tuple[float, TimedStep], ...]
+"""Kinds of steps, each with how many of it an entry's mean step takes."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A predicted `value` in the entry's metric, with `low` and `high` where a condition is a range, and its steps.
@@ -46,7 +50,7 @@ class Prediction:
     value: float
     low: float
     high: float
-    steps: tuple[tuple[float, TimedStep], ...]
+    steps: WeightedSteps
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,11 @@ def _kernel(case: Case) -> Prediction:
 def _decode(case: Case) -> Prediction:
     """Seconds of a step over the tokens kept of it; an aggregated server's steps also carry its prompts."""
     target = case.target
-    requests, nextn, tau = _requests(case), _nextn(case), _tau(case)
+    requests, nextn, tau = _decoding(case), _nextn(case), _tau(case)
     decode = Sequences.decoding(max(requests, 1.0), float(nextn), decode_context(target))
     mean_rows = requests * (1.0 + nextn)
     quiet = _timed(case, "decode step", "decode", nextn, StepShape(decode, mean_rows=mean_rows))
-    steps = ((1.0, quiet),)
+    steps: WeightedSteps = ((1.0, quiet),)
     if target.aggregated and target.isl is not None and target.osl is not None:
         steps = _with_prefill(case, quiet, decode, mean_rows)
     step_s = sum(weight * step.seconds for weight, step in steps)
@@ -116,32 +120,26 @@ def _decode(case: Case) -> Prediction:
     return _in_metric(target.metric, step_s / tau, per_gpu * tau / step_s, steps)
 
 
-def _with_prefill(
-    case: Case, quiet: TimedStep, decode: Sequences, mean_rows: float
-) -> tuple[tuple[float, TimedStep], ...]:
-    """Steps of an aggregated server in a steady state, weighted per decode step.
+def _with_prefill(case: Case, quiet: TimedStep, decode: Sequences, mean_rows: float) -> WeightedSteps:
+    """Steps of an aggregated server in a steady state, weighted per step in which a request decodes.
 
-    Every kept token needs isl / osl prompt rows (flow balance), which come in batches of whole prompts or of a chunk.
-    With m replicas in a group a step is slowed when any of them computes prompts, as in the planner's screening.
+    Every kept token needs isl / osl prompt rows (flow balance), which come in batches of whole prompts, or of a chunk.
+    A replica computes prompts in a share of its steps; with m of them in a group a step is slowed when any does, as in
+    the planner's screening. Where prompts have steps of their own a replica does not decode in them, others do.
     """
-    target, nextn = case.target, _nextn(case)
-    prompt, ratio = _mean_prompt(target), (target.isl or 0.0) / (target.osl or 1.0)
-    rows_per_step = _requests(case) * _tau(case) * ratio
-    batch = min(max(prompt, rows_per_step), float(case.engine.chunk_tokens))
-    share = rows_per_step / batch
-    chunks = prompt_chunks(batch, prompt)
-    busy_share = 1.0 - (1.0 - min(share, 1.0)) ** case.replicas if case.replicas > 1 else min(share, 1.0)
-    steps_per_decode = max(share, 1.0) * busy_share
-    mean_prefill = rows_per_step / steps_per_decode
-    if case.engine.prefill == "separate":
-        shape = StepShape(None, chunks, mean_rows=mean_prefill)
-        prefill = _timed(case, "prefill step", "prefill", nextn, shape)
-        return (1.0, quiet), (steps_per_decode, prefill)
-    if share > 1.0:
-        raise UsageError(f"prompts need {share:.1f} chunks of {batch:.0f} tokens a step: the batch cannot be sustained")
-    shape = StepShape(decode, chunks, mean_rows=mean_rows + mean_prefill)
-    mixed = _timed(case, "step with prompts", "mixed", nextn, shape)
-    return (1.0 - busy_share, quiet), (busy_share, mixed)
+    target, nextn, separate = case.target, _nextn(case), case.engine.prefill == "separate"
+    prompt = _mean_prompt(target)
+    rows = mean_rows / (1.0 + nextn) * _tau(case) * (target.isl or 0.0) / (target.osl or 1.0)
+    batch = min(max(prompt, rows), case.engine.chunk_rows(case.cluster.accelerator, case.replicas))
+    per_decode = rows / batch
+    share = per_decode / (1.0 + per_decode) if separate else min(per_decode, 1.0)
+    any_share = 1.0 - (1.0 - share) ** case.replicas
+    mean_prompt_rows = share * batch / any_share
+    decoding = (1.0 - share / any_share) * mean_rows if separate else mean_rows
+    shape = StepShape(None if separate else decode, prompt_chunks(batch, prompt), mean_rows=decoding + mean_prompt_rows)
+    busy = _timed(case, "step with prompts", "prefill" if separate else "mixed", nextn, shape)
+    scale = 1.0 / (1.0 - share) if separate else 1.0
+    return ((1.0 - any_share) * scale, quiet), (any_share * scale, busy)
 
 
 def _step(case: Case) -> Prediction:
@@ -214,6 +212,15 @@ def _requests(case: Case) -> float:
     return case.target.requests_per_gpu * case.target.gpus / case.stages / case.replicas
 
 
+def _decoding(case: Case) -> float:
+    """Requests that a replica decodes: no more than its prompt rows per step can supply when the two share steps."""
+    requests, target = _requests(case), case.target
+    if not target.aggregated or case.engine.prefill == "separate" or not target.isl or not target.osl:
+        return requests
+    rows = case.engine.chunk_rows(case.cluster.accelerator, case.replicas)
+    return min(requests, rows / (_tau(case) * target.isl / target.osl))
+
+
 def _nextn(case: Case) -> int:
     return case.target.spec.nextn if case.target.spec else 0
 
@@ -241,9 +248,7 @@ def _features(case: Case, phase: Phase, nextn: int) -> GraphFeatures:
     return GraphFeatures(phase, "off", nextn)
 
 
-def _in_metric(
-    metric: str, seconds: float, tokens_per_s_per_gpu: float, steps: tuple[tuple[float, TimedStep], ...]
-) -> Prediction:
+def _in_metric(metric: str, seconds: float, tokens_per_s_per_gpu: float, steps: WeightedSteps) -> Prediction:
     if metric == "tokens_per_s_per_gpu":
         value = tokens_per_s_per_gpu
     elif metric.endswith("_s") and not metric.endswith("per_s"):

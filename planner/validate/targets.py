@@ -56,7 +56,7 @@ class KernelOp(BaseModel):
 
 
 class Target(BaseModel):
-    """One published measurement with its conditions. `value` and free text of `notes` are never part of a prediction."""
+    """One published measurement with its conditions; its `value` is no part of a prediction."""
 
     model_config = _STRICT
 
@@ -97,7 +97,7 @@ class Target(BaseModel):
 
 
 def load_targets(path: str) -> list[Target]:
-    """The entries of a file. Raises UsageError, naming the entry, for one that is not of the schema or repeats an id."""
+    """The entries of a file. Raises UsageError, naming the entry, for a fault of the schema or a repeated id."""
     try:
         raw = json.loads(read_text(Path(path), "targets file"))
     except (json.JSONDecodeError, RecursionError) as error:
