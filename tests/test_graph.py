@@ -20,12 +20,14 @@ from hypothesis import strategies as st
 from deepinfer.cost.model import CostModel
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
-from deepinfer.graph.build.common import BuildContext, Phase, Replay, busiest_over_mean, distinct_ranks
+from deepinfer.graph.build.common import BuildContext, Phase, Replay
+from deepinfer.graph.build.experts import distinct_ranks
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.ops import Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape, visible_entries
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad, busiest_over_mean
 from deepinfer.model.hf import load_model
 from deepinfer.model.parameters import parameters
 from deepinfer.model.spec import MoE
@@ -36,15 +38,22 @@ MODELS = [V41, V3, V32, FLASH, PRO, KIMI, QWEN]
 KEEP = 140.0
 CONTEXTS = [4096, 16_384, 65_536, 131_072, 262_144, 1_048_576]
 ONE = ParallelLayout()
+EVEN, UNSKEWED = ExpertLoad(balanced=True), ExpertLoad(sigma=0.0, drift=0.0)
 Select = Callable[[Operator], bool]
 
 
 @lru_cache
 def graph(
-    model: str, layout: ParallelLayout = ONE, phase: Phase = "mixed", replay: Replay = "off", nextn: int = 0
+    model: str,
+    layout: ParallelLayout = ONE,
+    phase: Phase = "mixed",
+    replay: Replay = "off",
+    nextn: int = 0,
+    load: ExpertLoad = TYPICAL_LOAD,
 ) -> ExecutionGraph:
     cluster = ClusterSpec(load_hardware("b200"), 16)
-    return build_graph(load_model(model), layout, cluster, GraphFeatures(phase, replay, nextn))
+    features = GraphFeatures(phase, replay, nextn, expert_load=load)
+    return build_graph(load_model(model), layout, cluster, features)
 
 
 def prompt(rows: float, context: float = 0.0, kept: float | None = None) -> StepShape:
@@ -370,34 +379,41 @@ def test_compact_replay_does_not_change_decode_steps() -> None:
 
 
 def engine_flops(model: str, layout: ParallelLayout, phase: Phase, select: Select) -> float:
-    """FLOPs of all ranks for one load of 64 requests, routing noise divided out of the experts."""
+    """FLOPs of all ranks for one load of 64 requests, routed evenly."""
     per_replica = 64.0 / layout.dp
     rows = per_replica * (1.0 if phase == "decode" else 512.0)
     group = Sequences(per_replica, rows / per_replica, 3000.0, rows / per_replica, 1.0)
     shape = StepShape(group) if phase == "decode" else StepShape(None, (group,))
-    g = graph(model, layout, phase)
-    moe = next(x.ffn for x in load_model(model).layers if isinstance(x.ffn, MoE))
-    noise = busiest_over_mean(rows / layout.cp * layout.ep * moe.topk, layout.ep)
-    experts = flops(g, shape, named("experts"))
-    rest = flops(g, shape, lambda o: select(o) and o.name != "experts")
-    return layout.num_ranks * (rest + experts / float(noise))
+    return layout.num_ranks * flops(graph(model, layout, phase, load=EVEN), shape, select)
 
 
 LAYOUTS = [ParallelLayout(dp=8 // cp, cp=cp, ep=ep) for cp in (1, 2, 4, 8) for ep in (1, 2, 8)]
+LAYOUTS += [ParallelLayout(tp=8, ep=8), ParallelLayout(tp=8, etp=8), ParallelLayout(tp=4, ep=2, etp=2)]
+LAYOUTS += [ParallelLayout(dp=4, tp=2, ep=8), ParallelLayout(cp=4, tp=2, ep=4, etp=2), ParallelLayout(tp=8, ep=2)]
+LAYOUTS += [ParallelLayout(dp=8, etp=8), ParallelLayout(dp=8, ep=4, etp=2), ParallelLayout(dp=2, cp=2, tp=2, ep=2)]
+# What every tp rank computes for all of a replica's rows, as servers do.
+REPEATED = ("q_a_kv_a", "q_a_kv", "index_keys", "index_q", "index_weights", "index_score", "compressor", "engram_proj")
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @pytest.mark.parametrize("model", [V41, V3, V32, FLASH, QWEN])
-def test_total_flops_do_not_depend_on_cp_and_ep(model: str, phase: Phase) -> None:
-    # V3's prefill expands a prompt's keys and values again on every rank of its replica.
-    shared_out = named("kv_b")
-    totals = [engine_flops(model, layout, phase, lambda o: not shared_out(o)) for layout in LAYOUTS]
-    assert totals == pytest.approx([totals[0]] * len(totals), rel=1e-9)
+def test_total_flops_do_not_depend_on_the_layout(model: str, phase: Phase) -> None:
+    layouts = LAYOUTS
+    repeated = named(*REPEATED)
+
+    def split(o: Operator) -> bool:
+        # V3's prefill expands a prompt's keys and values again on every cp rank of its replica.
+        return not (o.name in (*REPEATED, "kv_b", "router") or o.name.startswith("hc_") or o.name == "qkv")
+
+    totals = [engine_flops(model, x, phase, split) for x in layouts]
+    assert totals == pytest.approx([totals[0]] * len(layouts), rel=1e-9)
+    found = [engine_flops(model, x, phase, repeated) for x in layouts]
+    assert found == pytest.approx([found[0] * x.tp for x in layouts], rel=1e-9)
+    routers = [engine_flops(model, x, phase, named("router")) for x in layouts]
+    assert routers == pytest.approx([routers[0] * (1 if x.scatters_rows else x.tp) for x in layouts], rel=1e-9)
     if model == V3 and phase == "prefill":
-        repeated = [
-            engine_flops(model, x, phase, shared_out) - engine_flops(model, x, phase, lambda _: False) for x in LAYOUTS
-        ]
-        assert repeated == pytest.approx([repeated[0] * x.cp for x in LAYOUTS], rel=1e-6)
+        expanded = [engine_flops(model, x, phase, named("kv_b")) for x in layouts]
+        assert expanded == pytest.approx([expanded[0] * x.cp for x in layouts], rel=1e-9)
 
 
 @given(data=st.data())
@@ -440,7 +456,7 @@ def test_dispatch_and_combine_carry_each_token_once_per_other_rank(ep: int) -> N
     tokens = rows * distinct_ranks(MoE(384, 6, 2304, 1), ep) * float(busiest_over_mean(rows * ep * 6, ep))
     near = min(ep, 8) - 1
     for name, record in (("dispatch", 5120 + 160), ("combine", 2 * 5120)):
-        message = works(graph(V41, layout), decode(1000.0, rows), named(name))[0].message
+        message = works(graph(V41, layout, load=UNSKEWED), decode(1000.0, rows), named(name))[0].message
         assert message is not None
         assert message.scale_up_bytes == pytest.approx(tokens * record * near / ep, rel=1e-12)
         assert message.scale_out_bytes == pytest.approx(tokens * record * (ep - 1 - near) / ep, rel=1e-12)
@@ -557,5 +573,12 @@ def test_features_a_model_has_not_are_refused() -> None:
         graph(V41, nextn=6)
     with pytest.raises(UsageError, match="drafts 0 to 7 tokens, not -1"):
         graph(V3, nextn=-1)
-    with pytest.raises(UsageError, match="tp and etp above 1"):
-        graph(V3, ParallelLayout(tp=2))
+    for layout, says in [
+        (ParallelLayout(tp=3), "128 heads or groups of deepseek-v3 do not divide"),
+        (ParallelLayout(dp=6, ep=6), "256 experts and 0 redundant ones do not divide evenly over ep 6"),
+        (ParallelLayout(dp=8, ep=8, redundant_experts=4), "256 experts and 4 redundant ones"),
+        (ParallelLayout(cp=3, tp=2, ep=3), "ep x etp = 3 and tp = 2 one must divide the other"),
+        (ParallelLayout(dp=5, etp=5), "width 2048"),
+    ]:
+        with pytest.raises(UsageError, match=says):
+            graph(V3, layout)

@@ -7,7 +7,8 @@ with r the rows that meet each weight matrix, e_c and e_m the efficiencies that 
 the peak at the work's precision, or at the one an entry names as its `peak`), and p how sharply the roofline's knee is
 rounded (p = 1: the two terms add up; p large: the larger one counts). A message takes the longer of its scale-up and
 scale-out parts, each bytes / (bandwidth x efficiency) plus the link's latency beyond the start-up, if the catalog has
-one.
+one. It is added to the rest, or hidden behind it as sharply as an entry's `message_sharpness` above 1 says (a fused
+kernel sends while it computes).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class OperatorParameters(BaseModel):
     sharpness: Annotated[float, Field(ge=1)] = 4.0
     scale_up_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
     scale_out_efficiency: Annotated[float, Field(gt=0, le=1)] = 1.0
+    message_sharpness: Annotated[float, Field(ge=1)] = 1.0
     kind: Literal["roofline", "published", "fitted", "measured"]
     source: Annotated[str, Field(min_length=8)]
 
@@ -123,7 +125,7 @@ class CostModel:
         seconds = _rounded_maximum(compute, num_bytes / known.bytes_per_s, p.sharpness)
         amount = work.flops + num_bytes
         if work.message is not None:
-            seconds = seconds + self._message_seconds(work.message, p)
+            seconds = _rounded_maximum(seconds, self._message_seconds(work.message, p), p.message_sharpness)
             amount = amount + work.message.scale_up_bytes + work.message.scale_out_bytes
         return Cost(where_positive(amount, p.startup_s + seconds), known.source)
 

@@ -11,6 +11,7 @@ from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.memory import MemoryBudget, memory_budget
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import Plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
@@ -33,6 +34,7 @@ class Deployment:
     gpus_per_replica: float
     budget: MemoryBudget
     host: HostProfile
+    expert_load: ExpertLoad = TYPICAL_LOAD
 
     @property
     def step_groups(self) -> int:
@@ -46,7 +48,10 @@ class Deployment:
 
     def graph(self) -> ExecutionGraph:
         """The execution graph of this engine's steps."""
-        features = GraphFeatures("mixed", self.settings.replay, self.settings.nextn)
+        chosen = self.settings
+        features = GraphFeatures(
+            "mixed", chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
+        )
         return build_graph(self.model, self.layout, self.cluster, features)
 
     def scheduler_config(self) -> SchedulerConfig:

@@ -33,6 +33,7 @@ class OpKind(StrEnum):
     COMBINE = "combine"
     ALL_GATHER = "all_gather"
     ALL_REDUCE = "all_reduce"
+    FUSED_MOE = "fused_moe"
 
 
 @dataclass(frozen=True, slots=True)

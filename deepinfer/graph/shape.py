@@ -78,6 +78,16 @@ class StepShape:
             mean_rows=mean,
         )
 
+    @cached_property
+    def half(self) -> StepShape:
+        """One of two micro-batches: half of all sequences."""
+        return StepShape(
+            decode=None if self.decode is None else replace(self.decode, count=self.decode.count / 2),
+            prefill=tuple(replace(s, count=s.count / 2) for s in self.prefill),
+            mean_rows=None if self.mean_rows is None else self.mean_rows / 2,
+            mean_kept_rows=None if self.mean_kept_rows is None else self.mean_kept_rows / 2,
+        )
+
     def drafting(self, rows: float) -> StepShape:
         """The step as a draft pass sees it: `rows` for each request that decodes or has just ended its prompt."""
         groups = [(s.count * s.logit_rows, s.context + s.rows) for s in self.prefill]

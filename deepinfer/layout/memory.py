@@ -10,6 +10,7 @@ from deepinfer.errors import InfeasibleError
 from deepinfer.hardware.spec import Accelerator
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
+from deepinfer.layout.sharding import check_sharding, kv_share, weight_share
 from deepinfer.model.parameters import parameters
 from deepinfer.model.spec import Attention, CompressedAttention, GroupedQueryAttention, ModelSpec, MoE
 from deepinfer.numeric import Num
@@ -49,9 +50,11 @@ def memory_budget(
 ) -> MemoryBudget:
     """What one rank holds, and how many KV blocks are left.
 
-    Every cp rank of a replica keeps the replica's whole KV. Raises InfeasibleError when weights, workspace and
-    state leave no room for the KV of a single block per request.
+    Every cp rank of a replica keeps the replica's whole KV, and so does every tp rank, but for key and value heads
+    that tp splits. Raises UsageError when the model does not divide over the layout, and InfeasibleError when weights,
+    workspace and state leave no room for the KV of a single block per request.
     """
+    check_sharding(model, layout)
     usable = accelerator.hbm_bytes.value * settings.memory_utilization
     logit_rows = settings.max_num_seqs * (1 + settings.nextn)
     num_slots = math.ceil(STATE_SLOTS_RATIO * settings.max_num_seqs)
@@ -60,7 +63,7 @@ def memory_budget(
         ("workspace", float(workspace_bytes(model, layout, settings.max_tokens_per_step, logit_rows))),
         ("request state", num_slots * state_bytes_per_request(model, settings.nextn)),
     )
-    block_bytes = kv_bytes_per_token(model, settings.nextn) * settings.block_tokens
+    block_bytes = kv_bytes_per_token(model, settings.nextn, layout.tp) * settings.block_tokens
     left = usable - sum(size for _, size in items)
     num_blocks = int(left // block_bytes)
     if num_blocks < settings.max_num_seqs:
@@ -73,20 +76,23 @@ def memory_budget(
     return MemoryBudget(usable, items, block_bytes, num_blocks, num_slots)
 
 
-def kv_bytes_per_token(model: ModelSpec, nextn: int) -> float:
-    """Global KV of one token, bytes; with drafts also the draft module's."""
-    return model.kv_bytes_per_token + (model.draft_kv_bytes_per_token if nextn else 0.0)
+def kv_bytes_per_token(model: ModelSpec, nextn: int, tp: int = 1) -> float:
+    """Global KV of one token on one rank, bytes; with drafts also the draft module's."""
+    whole = model.kv_bytes_per_token + (model.draft_kv_bytes_per_token if nextn else 0.0)
+    return whole * kv_share(model.layers[0].attention, tp)
 
 
 @lru_cache(maxsize=256)
 def weight_items(model: ModelSpec, layout: ParallelLayout) -> tuple[tuple[str, float], ...]:
-    """Weights of one rank: dense ones replicated, experts over ep (and etp), Engram tables over the engine's ranks."""
-    share = {"replicated": 1.0, "expert": 1.0 / layout.expert_group, "engram": 1.0 / layout.num_ranks}
+    """Weights of one rank: dense ones split over tp where engines do, experts over ep and etp, with redundant copies.
+
+    Engram tables lie over all of the engine's ranks. Raises UsageError when experts do not divide evenly.
+    """
     names = {"replicated": "dense weights", "expert": "expert weights", "engram": "Engram tables"}
     sizes: dict[str, float] = {}
     for group in parameters(model):
         name = "draft weights" if group.owner == "draft" else names[group.placement]
-        sizes[name] = sizes.get(name, 0.0) + group.num_bytes * share[group.placement]
+        sizes[name] = sizes.get(name, 0.0) + group.num_bytes * weight_share(model, layout, group)
     return tuple(sizes.items())
 
 
@@ -119,10 +125,12 @@ def workspace_bytes(model: ModelSpec, layout: ParallelLayout, rows: Num, logit_r
     """
     hidden = model.hidden_size
     streams = max(model.hc_mult, 1) * hidden * 2.0 + 2.0 * hidden
-    attention = _query_width(model) * 2.0 * 2.0
+    attention = _query_width(model) * 2.0 * 2.0 / layout.tp
+    # Each of the etp slices of an expert has its rows; ranks of one tp group have a tp-th of them each.
+    slices = layout.etp / layout.tp
     routed = max(
         (
-            2.0 * layer.ffn.topk * (hidden * 3.0 + layer.ffn.width * 6.0)
+            2.0 * layer.ffn.topk * slices * (hidden * 3.0 + layer.ffn.width / layout.etp * 6.0)
             for layer in model.layers
             if isinstance(layer.ffn, MoE)
         ),

@@ -13,18 +13,24 @@ from deepinfer.errors import UsageError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Degrees of one engine. Raises UsageError when the two planes do not cover the same ranks."""
+    """Degrees of one engine. Raises UsageError when the two planes do not cover the same ranks.
+
+    `redundant_experts` slots beside those of the experts hold copies of popular ones (EPLB), over the `ep` places.
+    """
 
     dp: int = 1
     cp: int = 1
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    redundant_experts: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "ep", "etp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"layout: {name} must be at least 1, got {getattr(self, name)}")
+        if self.redundant_experts < 0:
+            raise UsageError(f"layout: redundant_experts must be at least 0, got {self.redundant_experts}")
         if self.num_ranks % self.expert_group:
             raise UsageError(
                 f"layout: ep x etp = {self.expert_group} does not divide the {self.num_ranks} ranks of "
@@ -66,6 +72,20 @@ class ParallelLayout:
         """Ranks that step together: those that share experts, or one attention replica over several expert groups."""
         return max(self.expert_group, self.replica_ranks)
 
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether rows travel to their experts: an expert group holds rows of more than one tensor-parallel group.
+
+        Otherwise every rank of the expert group has all of its rows, computes its experts (or slices) for them, and one
+        all-reduce over tp sums the results.
+        """
+        return self.expert_group > self.tp
+
+    @property
+    def scatters_rows(self) -> bool:
+        """Whether the tp ranks, which all hold a replica's rows, divide them for the expert layers."""
+        return self.tp > 1 and self.exchanges_rows
+
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(dp, cp, tp) of a rank."""
         return rank // self.replica_ranks, rank // self.tp % self.cp, rank % self.tp
@@ -76,4 +96,5 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         degrees = [("ep", self.ep), ("dp", self.dp), ("cp", self.cp), ("tp", self.tp), ("etp", self.etp)]
-        return " ".join(f"{name}{size}" for name, size in degrees if size > 1 or name in ("ep", "dp"))
+        shown = [f"{name}{size}" for name, size in degrees if size > 1 or name in ("ep", "dp")]
+        return " ".join([*shown, f"+{self.redundant_experts} experts"] if self.redundant_experts else shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,11 +35,12 @@ class LayoutSpec(BaseModel):
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    redundant_experts: int = 0
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> LayoutSpec:
         """The degrees of a layout."""
-        return cls(dp=layout.dp, cp=layout.cp, tp=layout.tp, ep=layout.ep, etp=layout.etp)
+        return cls(**asdict(layout))
 
     def resolve(self) -> ParallelLayout:
         """The layout itself. Raises UsageError when the degrees do not fit together."""

@@ -12,7 +12,8 @@ class EngineSettings(BaseModel):
 
     `max_num_seqs` requests run at once per attention replica; a step computes at most `max_tokens_per_step` rows
     of it. `nextn` drafts are verified per request. `keep_tokens` rows of a prompt go through bounded layers in
-    compact replay.
+    compact replay. `overlap` "two-batch" runs a step as two halves whose exchanges hide behind each other's compute;
+    `moe` "fused" dispatches, computes and combines in one kernel, where the accelerator has one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -28,3 +29,5 @@ class EngineSettings(BaseModel):
     graph_rows: Annotated[int, Field(ge=1)] = 8
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.90
     kv_format: str | None = None
+    overlap: Literal["none", "two-batch"] = "none"
+    moe: Literal["separate", "fused"] = "separate"

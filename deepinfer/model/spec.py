@@ -152,7 +152,8 @@ class DenseFFN:
 class MoE:
     """Routed experts of `width`, `topk` per token, beside `num_shared` experts that see every token.
 
-    A `hash_routed` layer looks its experts up by token id; the router only weighs them.
+    A `hash_routed` layer looks its experts up by token id; the router only weighs them. A token's experts lie in
+    `topk_groups` of `num_groups` equal groups of neighbours (V3's node-limited routing); 1 of 1 is no limit.
     """
 
     num_experts: int
@@ -160,6 +161,8 @@ class MoE:
     width: int
     num_shared: int
     hash_routed: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:

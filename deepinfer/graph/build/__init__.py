@@ -6,6 +6,7 @@ from deepinfer.errors import UsageError
 from deepinfer.graph.build import deepseek_v3, deepseek_v4, deepseek_v32, deepseek_v41, qwen3_moe
 from deepinfer.graph.build.common import BuildContext, GraphFeatures
 from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.transform import fuse_moe, two_batch_overlap
 from deepinfer.hardware.spec import ClusterSpec
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import ModelSpec
@@ -37,7 +38,7 @@ def build_graph(
     """The graph of one step on one rank of an engine.
 
     Raises UsageError for a feature the model has not: compact replay without bounded layers, more drafts than the
-    draft module gives, a layout the family's builder does not know.
+    draft module gives, a layout that the model does not divide over, fused experts where no rows are exchanged.
     """
     if features.replay == "compact" and not model.supports_compact_replay:
         raise UsageError(f"model {model.name} has no bounded layers: replay mode compact does not apply")
@@ -46,4 +47,7 @@ def build_graph(
         raise UsageError(f"model {model.name} drafts 0 to {most} tokens, not {features.nextn}")
     ctx = BuildContext(model, layout, cluster, features)
     blocks = _BUILDERS[model.family](ctx)
-    return ExecutionGraph(f"{model.name} {layout} {features.phase} nextn {features.nextn}", blocks)
+    graph = ExecutionGraph(f"{model.name} {layout} {features.phase} nextn {features.nextn}", blocks)
+    if features.moe == "fused":
+        graph = fuse_moe(graph)
+    return two_batch_overlap(graph) if features.overlap == "two-batch" else graph

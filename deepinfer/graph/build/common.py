@@ -1,19 +1,18 @@
-"""Pieces that every model family's graph is built from: products, expert layers, collectives, the head."""
+"""Pieces that every model family's graph is built from: the context, products, collectives, the head."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from statistics import NormalDist
 from typing import Literal
 
-from deepinfer.errors import UsageError
 from deepinfer.graph.ops import Message, Operator, OpKind, Pattern, Stream, Work
 from deepinfer.graph.shape import Sequences, StepShape, View
 from deepinfer.hardware.spec import ClusterSpec
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.model.spec import BF16, FP32, DenseFFN, LayerSpec, ModelSpec, MoE, WeightFormat
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
+from deepinfer.layout.sharding import check_sharding
+from deepinfer.model.spec import BF16, FP32, LayerSpec, ModelSpec, WeightFormat
 from deepinfer.numeric import Num, larger, smaller
 
 Phase = Literal["prefill", "decode", "mixed"]
@@ -30,11 +29,18 @@ An assumption shared with the fit of `sparse_attention_prefill` (tools/fit_profi
 
 @dataclass(frozen=True)
 class GraphFeatures:
-    """What the graph contains: the `phase`, prompt `replay` mode, and the drafts verified per request (`nextn`)."""
+    """What the graph contains: the `phase`, prompt `replay` mode, and the drafts verified per request (`nextn`).
+
+    `overlap` and `moe` are transformations of it (`deepinfer.graph.transform`); `expert_load` is how evenly its experts
+    are used.
+    """
 
     phase: Phase = "mixed"
     replay: Replay = "off"
     nextn: int = 0
+    overlap: Literal["none", "two-batch"] = "none"
+    moe: Literal["separate", "fused"] = "separate"
+    expert_load: ExpertLoad = TYPICAL_LOAD
 
 
 @dataclass(frozen=True)
@@ -48,8 +54,7 @@ class BuildContext:
     _parts: dict[Hashable, tuple[Operator, ...]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        if self.layout.tp > 1 or self.layout.etp > 1:
-            raise UsageError(f"layout {self.layout}: tp and etp above 1 are not modelled yet")
+        check_sharding(self.model, self.layout)
 
     def part(self, key: Hashable, build: Callable[[OperatorList], None]) -> tuple[Operator, ...]:
         """The operators that `build` makes, made once per key: alike parts of different layers have one cost."""
@@ -70,7 +75,17 @@ class BuildContext:
 
     def split(self, rows: Num) -> Num:
         """So many rows of a replica as the busiest of its cp ranks has them: with fewer rows than ranks, one."""
-        return rows if self.layout.cp == 1 else larger(rows / self.layout.cp, smaller(rows, 1.0))
+        return _busiest_share(rows, self.layout.cp)
+
+    def expert_rows(self, view: View) -> RowsOf:
+        """Rows of the busiest rank in expert layers: the tp ranks may divide theirs among themselves."""
+        if not self.layout.scatters_rows:
+            return self.rows(view)
+        return lambda shape: _busiest_share(view(shape).rows, self.layout.cp * self.layout.tp)
+
+    def heads(self, num_heads: int) -> int:
+        """Heads (or groups of them) of one tp rank."""
+        return num_heads // self.layout.tp
 
     def has(self, phase: Literal["prefill", "decode"]) -> bool:
         """Whether the graph contains the operators of a phase."""
@@ -80,6 +95,18 @@ class BuildContext:
         """Split bytes sent evenly over a contiguous group into (scale-up, scale-out); a rank's own share stays."""
         inside = min(group, self.cluster.domain)
         return total * ((inside - 1) / group), total * ((group - inside) / group)
+
+    def ring_bytes(self, total: Num, group: int) -> tuple[Num, Num]:
+        """(scale-up, scale-out) bytes of a rank in one pass of a collective over `total` bytes of a contiguous group.
+
+        Domains work first within and then across: each rank carries its share of the domain's part over the network.
+        """
+        inside = min(group, self.cluster.domain)
+        return total * ((inside - 1) / inside), total * ((group - inside) / (group * inside))
+
+
+def _busiest_share(rows: Num, ranks: int) -> Num:
+    return rows if ranks == 1 else larger(rows / ranks, smaller(rows, 1.0))
 
 
 def every_row(shape: StepShape) -> StepShape:
@@ -173,99 +200,24 @@ class OperatorList:
         self.add(name, kind, flow, work, key, "comm")
 
 
-def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, view: View) -> None:
-    """The feed-forward half of a layer, from slot `ffn_in` to slots `ffn_out` (and `shared_out`)."""
-    hidden, dense = ctx.model.hidden_size, ctx.model.dense_format
-    rows = ctx.rows(view)
-    if isinstance(ffn, DenseFFN):
-        ops.gemm("ffn_up", ("ffn_in", "ffn_mid"), rows, hidden, 2 * ffn.width, dense)
-        ops.gemm("ffn_down", ("ffn_mid", "ffn_out"), rows, ffn.width, hidden, dense)
-        return
-    ops.gemm("router", ("ffn_in", "routing"), rows, hidden, ffn.num_experts, BF16)
-    _exchange(ctx, ops, ffn, view, "dispatch")
-    width = ffn.num_shared * ffn.width
-    if width:
-        # Issued between dispatch and the routed experts, so that it fills the time of the exchange.
-        ops.gemm("shared_up", ("ffn_in", "shared_mid"), rows, hidden, 2 * width, dense)
-        ops.gemm("shared_down", ("shared_mid", "shared_out"), rows, width, hidden, dense)
-    ops.add(
-        "experts",
-        OpKind.GROUPED_GEMM,
-        ("dispatched", "expert_out"),
-        _expert_work(ctx, ffn, view),
-        _expert_tokens(ctx, view),
-    )
-    _exchange(ctx, ops, ffn, view, "combine")
+def all_reduce_operator(
+    ctx: BuildContext, ops: OperatorList, name: str, flow: tuple[str, str], rows: RowsOf, passes: int = 2
+) -> None:
+    """Sum of the tp ranks' partial results of `rows` hidden rows; none without tensor parallelism.
 
-
-def _expert_tokens(ctx: BuildContext, view: View) -> RowsOf:
-    """Tokens that a whole expert group sends to its experts."""
-    cp, ep = ctx.cp, ctx.layout.ep
-    return lambda shape: view(shape).expert_rows / cp * ep
-
-
-def _expert_work(ctx: BuildContext, moe: MoE, view: View) -> Callable[[StepShape], Work]:
-    """Gate, up, activation and down of the busiest rank's experts, one operator."""
-    hidden, fmt, ep = ctx.model.hidden_size, ctx.model.expert_format, ctx.layout.ep
-    local, tokens_of = moe.num_experts / ep, _expert_tokens(ctx, view)
-    parameters = 3.0 * hidden * moe.width
-
-    def work(shape: StepShape) -> Work:
-        tokens = tokens_of(shape)
-        expert_rows = tokens * moe.topk / ep * busiest_over_mean(tokens * moe.topk, ep)
-        touched = local * (1.0 - (1.0 - moe.topk / moe.num_experts) ** tokens)
-        return Work(
-            flops=2.0 * parameters * expert_rows,
-            precision=fmt.precision,
-            bytes_read=touched * parameters * fmt.bytes_per_parameter + expert_rows * hidden * FP8_ACTIVATION_BYTES,
-            bytes_written=expert_rows * hidden * ACTIVATION_BYTES,
-            rows=expert_rows / larger(touched, 1e-9),
-        )
-
-    return work
-
-
-def _exchange(ctx: BuildContext, ops: OperatorList, moe: MoE, view: View, name: Literal["dispatch", "combine"]) -> None:
-    """Dispatch (FP8 rows to the ranks of their experts) or combine (BF16 results back)."""
-    ep = ctx.layout.ep
-    # Hash-routed layers know the experts from the token ids: only the results wait for the router's weights.
-    chosen, weighed = ("ffn_in", "expert_out routing") if moe.hash_routed else ("ffn_in routing", "expert_out")
-    flow = (chosen, "dispatched") if name == "dispatch" else (weighed, "ffn_out")
-    if ep == 1:
-        # All experts are local: the permutation is part of the grouped product.
-        ops.elementwise(name, flow, ctx.rows(view), (0.0, 0.0))
-        return
-    copies, tokens_of = distinct_ranks(moe, ep), _expert_tokens(ctx, view)
-    per_copy = ctx.model.hidden_size * (FP8_ACTIVATION_BYTES if name == "dispatch" else ACTIVATION_BYTES)
-
-    def message(shape: StepShape) -> tuple[Num, Num]:
-        # The collective ends with the busiest rank, which receives more than it sends.
-        tokens = tokens_of(shape)
-        total = tokens / ep * copies * per_copy * busiest_over_mean(tokens * moe.topk, ep)
-        return ctx.link_bytes(total, ep)
-
-    ops.collective(name, OpKind(name), flow, message, tokens_of, ep, "all_to_all")
-
-
-def distinct_ranks(moe: MoE, ep: int) -> float:
-    """Ranks that a token's top-k experts lie on, on average, with experts spread evenly and routing uniform."""
-    local = moe.num_experts // ep
-    missed = math.comb(moe.num_experts - local, moe.topk) / math.comb(moe.num_experts, moe.topk)
-    return ep * (1.0 - missed)
-
-
-def busiest_over_mean(choices: Num, ep: int) -> Num:
-    """Load of the busiest of `ep` ranks over the mean when `choices` expert choices fall uniformly.
-
-    Sampling noise only: a normal approximation of the largest of ep binomial counts, with Blom's quantile for the
-    expected maximum. Skew of expert popularity comes on top of it.
+    An all-reduce moves its bytes twice; with one of its `passes` it is a reduce-scatter.
     """
-    if ep == 1:
-        return 1.0
-    largest = NormalDist().inv_cdf((ep - 0.375) / (ep + 0.25))
-    mean = larger(choices / ep, 1e-9)
-    # Never more than all choices on one rank.
-    return smaller(1.0 + largest * ((1.0 - 1.0 / ep) / mean) ** 0.5, float(ep))
+    tp, row_bytes = ctx.layout.tp, ctx.model.hidden_size * ACTIVATION_BYTES
+    if tp > 1:
+        ops.collective(
+            name,
+            OpKind.ALL_REDUCE,
+            flow,
+            lambda s: ctx.ring_bytes(passes * rows(s) * row_bytes, tp),
+            rows,
+            tp,
+            "all_reduce",
+        )
 
 
 def gather_kv_operator(
@@ -286,10 +238,20 @@ def gather_kv_operator(
 
 
 def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tuple[str, str]) -> None:
-    """LM head and sampling for `rows`, from a hidden slot to a token slot."""
-    vocab, hidden = ctx.model.vocab_size, ctx.model.hidden_size
+    """LM head, its vocabulary split over tp, and sampling for `rows`, from a hidden slot to a token slot."""
+    vocab, hidden, tp = ctx.model.vocab_size, ctx.model.hidden_size, ctx.layout.tp
     source, target = flow
-    ops.gemm("lm_head", (source, "logits"), rows, hidden, vocab, BF16)
+    ops.gemm("lm_head", (source, "logits"), rows, hidden, -(-vocab // tp), BF16)
+    if tp > 1:
+        ops.collective(
+            "gather_logits",
+            OpKind.ALL_GATHER,
+            ("logits", "logits"),
+            lambda s: ctx.ring_bytes(rows(s) * vocab * ACTIVATION_BYTES, tp),
+            rows,
+            tp,
+            "all_gather",
+        )
 
     def work(shape: StepShape) -> Work:
         m = rows(shape)

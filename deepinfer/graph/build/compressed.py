@@ -12,12 +12,13 @@ from deepinfer.graph.build.common import (
     BuildContext,
     OperatorList,
     RowsOf,
+    all_reduce_operator,
     decode_group,
     every_row,
-    ffn_operators,
     gather_kv_operator,
     total,
 )
+from deepinfer.graph.build.experts import ffn_operators
 from deepinfer.graph.build.indexer import IndexScan, indexer_operators
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import Operator, OpKind, Work
@@ -35,7 +36,9 @@ def attention_of(layer: LayerSpec) -> CompressedAttention:
     return layer.attention
 
 
-def layer_operators(ctx: BuildContext, layer: LayerSpec, view: View, enter: Enter) -> list[Operator]:
+def layer_operators(
+    ctx: BuildContext, layer: LayerSpec, view: View, enter: Enter, draft: bool = False
+) -> list[Operator]:
     """One layer as parts, each shared with the other layers that have the same one."""
     a, rows = attention_of(layer), ctx.rows(view)
     # The owner of global KV writes it for every row, also where the rest of the layer sees kept rows only.
@@ -50,7 +53,7 @@ def layer_operators(ctx: BuildContext, layer: LayerSpec, view: View, enter: Ente
     operators += ctx.part(("attention", a.ratio, view), lambda ops: _attention(ctx, ops, a, view))
     operators += ctx.part(("output", view), lambda ops: _output(ctx, ops, a, rows))
     operators += ctx.part(("enter ffn", view), lambda ops: enter(ctx, ops, "ffn", "ffn_in", rows))
-    operators += ctx.part(("ffn", layer.ffn, view), lambda ops: ffn_operators(ctx, ops, layer.ffn, view))
+    operators += ctx.part(("ffn", layer.ffn, view, draft), lambda ops: ffn_operators(ctx, ops, layer.ffn, view, draft))
     return operators
 
 
@@ -65,6 +68,8 @@ def stream_embedding(ctx: BuildContext) -> Block:
         return Work(bytes_read=m * row_bytes, bytes_written=m * row_bytes * ctx.model.hc_mult, rows=m)
 
     ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work, rows)
+    # Each tp rank has a part of the vocabulary: a row is found on one of them.
+    all_reduce_operator(ctx, ops, "reduce_embedding", ("streams", "streams"), rows)
     return Block("embedding", tuple(ops.operators))
 
 
@@ -109,7 +114,7 @@ def _queries(ctx: BuildContext, ops: OperatorList, attention: CompressedAttentio
         ((q_rank + dim) * ACTIVATION_BYTES, q_rank * FP8_ACTIVATION_BYTES + window_bytes),
     )
     gather_kv_operator(ctx, ops, "gather_window_kv", view, window_bytes, "window_kv")
-    ops.gemm("q_b", ("q_latent", "q"), rows, q_rank, attention.num_heads * dim, dense)
+    ops.gemm("q_b", ("q_latent", "q"), rows, q_rank, ctx.heads(attention.num_heads) * dim, dense)
 
 
 def _attention(ctx: BuildContext, ops: OperatorList, attention: CompressedAttention, view: View) -> None:
@@ -121,11 +126,12 @@ def _attention(ctx: BuildContext, ops: OperatorList, attention: CompressedAttent
 
 
 def _output(ctx: BuildContext, ops: OperatorList, attention: CompressedAttention, rows: RowsOf) -> None:
-    """Grouped output projection."""
-    dense, groups, rank = ctx.model.dense_format, attention.o_groups, attention.o_lora_rank
-    group_dim = attention.num_heads * attention.head_dim // groups
+    """Grouped output projection; tensor parallelism splits the groups."""
+    dense, groups, rank = ctx.model.dense_format, ctx.heads(attention.o_groups), attention.o_lora_rank
+    group_dim = attention.num_heads * attention.head_dim // attention.o_groups
     ops.gemm("o_a", ("attn_heads", "o_latent"), rows, group_dim, rank, dense, groups)
     ops.gemm("o_b", ("o_latent", "attn_out"), rows, groups * rank, ctx.model.hidden_size, dense)
+    all_reduce_operator(ctx, ops, "reduce_attention", ("attn_out", "attn_out"), rows)
 
 
 def _indexer(ctx: BuildContext, ops: OperatorList, attention: CompressedAttention, view: View) -> None:
@@ -150,7 +156,8 @@ def _sparse_attention(
     phase: Literal["decode", "prefill"],
 ) -> None:
     """Attention over the window and the selected entries; every row gathers its own."""
-    kv, q_dim = ctx.model.kv, attention.num_heads * attention.head_dim
+    kv, heads = ctx.model.kv, ctx.heads(attention.num_heads)
+    q_dim = heads * attention.head_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 
     def window_entries(s: Sequences) -> Num:
@@ -174,7 +181,7 @@ def _sparse_attention(
             flops=4.0 * q_dim * (window + selected),
             bytes_read=(window * kv.window_bytes + selected * kv.main_bytes) / reuse + m * q_dim * ACTIVATION_BYTES,
             bytes_written=m * q_dim * ACTIVATION_BYTES,
-            rows=(window + selected) / larger(m, 1e-9) if phase == "prefill" else float(attention.num_heads),
+            rows=(window + selected) / larger(m, 1e-9) if phase == "prefill" else float(heads),
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL

@@ -9,11 +9,12 @@ from deepinfer.graph.build.common import (
     FP8_ACTIVATION_BYTES,
     BuildContext,
     OperatorList,
+    all_reduce_operator,
     every_row,
-    ffn_operators,
     head_operators,
 )
 from deepinfer.graph.build.draft import mtp_blocks
+from deepinfer.graph.build.experts import ffn_operators
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import View
@@ -40,7 +41,7 @@ def decoder_blocks(ctx: BuildContext, attention: AttentionOperators) -> tuple[Bl
         blocks += mtp_blocks(
             ctx,
             lambda ops, view: _draft_input(ctx, ops, view),
-            lambda view: _layer_block(ctx, draft.layers[0], view, attention),
+            lambda view: _layer_block(ctx, draft.layers[0], view, attention, draft=True),
             lambda ops, rows: head_operators(ctx, ops, rows, ("ffn_out", "tokens")),
         )
     return tuple(blocks)
@@ -62,15 +63,22 @@ def _embedding(ctx: BuildContext, view: View) -> Block:
         lambda s: Work(bytes_read=rows(s) * row_bytes, bytes_written=rows(s) * row_bytes),
         rows,
     )
+    # Each tp rank has a part of the vocabulary: a row is found on one of them.
+    all_reduce_operator(ctx, ops, "reduce_embedding", ("ffn_out", "ffn_out"), rows)
     return Block("embedding", tuple(ops.operators))
 
 
-def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, attention: AttentionOperators) -> Block:
+def _layer_block(
+    ctx: BuildContext, layer: LayerSpec, view: View, attention: AttentionOperators, draft: bool = False
+) -> Block:
     hidden, rows = ctx.model.hidden_size, ctx.rows(view)
     ops = OperatorList()
     norm = (2 * hidden * ACTIVATION_BYTES, hidden * (ACTIVATION_BYTES + FP8_ACTIVATION_BYTES))
     ops.elementwise("attn_norm", ("ffn_out shared_out attn_out", "attn_in"), rows, norm)
     attention(ctx, ops, layer, view)
-    ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), rows, norm)
-    ffn_operators(ctx, ops, layer.ffn, view)
+    scatter = isinstance(layer.ffn, MoE) and ctx.layout.scatters_rows
+    name = "scatter_attention" if scatter else "reduce_attention"
+    all_reduce_operator(ctx, ops, name, ("attn_out", "attn_out"), rows, passes=1 if scatter else 2)
+    ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), ctx.expert_rows(view) if scatter else rows, norm)
+    ffn_operators(ctx, ops, layer.ffn, view, draft)
     return Block("dense layer" if isinstance(layer.ffn, DenseFFN) else "moe layer", tuple(ops.operators))

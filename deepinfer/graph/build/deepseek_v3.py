@@ -33,7 +33,7 @@ def _attention(ctx: BuildContext, ops: OperatorList, layer: LayerSpec, view: Vie
 
 def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAttention, view: View) -> None:
     """Absorbed: queries into latent space, attention over the latent cache, values back to heads."""
-    heads, rank, entry_bytes = attention.num_heads, attention.kv_lora_rank, ctx.model.kv.main_bytes
+    heads, rank, entry_bytes = ctx.heads(attention.num_heads), attention.kv_lora_rank, ctx.model.kv.main_bytes
     latent = rank + attention.rope_dim
 
     def rows(shape: StepShape) -> Num:
@@ -60,12 +60,12 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
             lambda s: view(s).decode,
         )
 
-    absorbed_operators(ops, attention, rows, core)
+    absorbed_operators(ctx, ops, attention, rows, core)
 
 
 def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAttention, view: View) -> None:
     """Expanded: keys and values of the whole context for every head, then causal attention."""
-    heads, q_head = attention.num_heads, attention.nope_dim + attention.rope_dim
+    heads, q_head = ctx.heads(attention.num_heads), attention.nope_dim + attention.rope_dim
     width = heads * (attention.nope_dim + attention.v_dim)
 
     def cached(shape: StepShape) -> Num:

@@ -45,7 +45,7 @@ def _attention(ctx: BuildContext, ops: OperatorList, layer: LayerSpec, view: Vie
         if ctx.has("prefill"):
             _sparse_attention(ctx, ops, attention, indexer.topk, view, "prefill")
 
-    absorbed_operators(ops, attention, ctx.rows(view), core)
+    absorbed_operators(ctx, ops, attention, ctx.rows(view), core)
     output_operator(ctx, ops, attention, view)
 
 
@@ -58,7 +58,7 @@ def _sparse_attention(
     phase: Literal["decode", "prefill"],
 ) -> None:
     """Attention over the selected latents; every row gathers its own."""
-    heads, rank, entry_bytes = attention.num_heads, attention.kv_lora_rank, ctx.model.kv.main_bytes
+    heads, rank, entry_bytes = ctx.heads(attention.num_heads), attention.kv_lora_rank, ctx.model.kv.main_bytes
     latent = rank + attention.rope_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 

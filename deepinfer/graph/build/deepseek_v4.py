@@ -43,8 +43,9 @@ def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View) -> Block:
-    return Block(f"{KIND[attention_of(layer).ratio]} layer", tuple(layer_operators(ctx, layer, view, _enter)))
+def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, draft: bool = False) -> Block:
+    operators = layer_operators(ctx, layer, view, _enter, draft)
+    return Block(f"{KIND[attention_of(layer).ratio]} layer", tuple(operators))
 
 
 def _mix_in(ctx: BuildContext, ops: OperatorList, sublayer: str, rows: RowsOf) -> None:
@@ -77,7 +78,7 @@ def _head(ctx: BuildContext, ops: OperatorList, rows: RowsOf) -> None:
 
 def _draft_blocks(ctx: BuildContext, draft: DraftSpec) -> list[Block]:
     def layer(view: View) -> Block:
-        return _layer_block(ctx, draft.layers[0], view)
+        return _layer_block(ctx, draft.layers[0], view, draft=True)
 
     if draft.kind == "dspark":
         return dspark_blocks(ctx, draft, layer)

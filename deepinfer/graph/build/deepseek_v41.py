@@ -38,7 +38,7 @@ def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
     blocks.append(_head(ctx))
     draft = ctx.model.draft
     if ctx.features.nextn and draft is not None:
-        blocks += dspark_blocks(ctx, draft, lambda view: _layer_block(ctx, draft.layers[0], view))
+        blocks += dspark_blocks(ctx, draft, lambda view: _layer_block(ctx, draft.layers[0], view, draft=True))
     return tuple(blocks)
 
 
@@ -48,12 +48,12 @@ def _without_position(layer: LayerSpec) -> LayerSpec:
     return replace(layer, index=0, engram=engram, attention=replace(attention_of(layer), kv_owner=None))
 
 
-def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View) -> Block:
+def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, draft: bool = False) -> Block:
     operators: list[Operator] = []
     if layer.engram is not None:
         engram = layer.engram
         operators += ctx.part(("engram", view), lambda ops: _engram(ctx, ops, engram, ctx.rows(view)))
-    operators += layer_operators(ctx, layer, view, _enter)
+    operators += layer_operators(ctx, layer, view, _enter, draft)
     half = "decoder" if layer.bounded else "encoder"
     name = f"{half} {attention_of(layer).role}" + (" engram" if layer.engram else "")
     return Block(name, tuple(operators))

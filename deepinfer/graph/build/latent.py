@@ -36,18 +36,20 @@ def query_operators(ctx: BuildContext, ops: OperatorList, attention: LatentAtten
     )
     gather_kv_operator(ctx, ops, "gather_kv", view, entry_bytes, "kv")
     q_head = attention.nope_dim + attention.rope_dim
-    ops.gemm("q_b", ("q_latent", "q"), rows, q_rank, attention.num_heads * q_head, dense)
+    ops.gemm("q_b", ("q_latent", "q"), rows, q_rank, ctx.heads(attention.num_heads) * q_head, dense)
 
 
-def absorbed_operators(ops: OperatorList, attention: LatentAttention, rows: RowsOf, core: Callable[[], None]) -> None:
+def absorbed_operators(
+    ctx: BuildContext, ops: OperatorList, attention: LatentAttention, rows: RowsOf, core: Callable[[], None]
+) -> None:
     """Queries into latent space, `core` from slot `q_absorbed` to `attn_latent`, values back to heads."""
-    heads, rank = attention.num_heads, attention.kv_lora_rank
+    heads, rank = ctx.heads(attention.num_heads), attention.kv_lora_rank
     ops.gemm("absorb_q", ("q", "q_absorbed"), rows, attention.nope_dim, rank, BF16, groups=heads)
     core()
     ops.gemm("absorb_v", ("attn_latent", "attn_heads"), rows, rank, attention.v_dim, BF16, groups=heads)
 
 
 def output_operator(ctx: BuildContext, ops: OperatorList, attention: LatentAttention, view: View) -> None:
-    """Output projection of every row."""
-    width = attention.num_heads * attention.v_dim
+    """Output projection of every row; with tensor parallelism a part of the sum."""
+    width = ctx.heads(attention.num_heads) * attention.v_dim
     ops.gemm("o", ("attn_heads", "attn_out"), ctx.rows(view), width, ctx.model.hidden_size, ctx.model.dense_format)

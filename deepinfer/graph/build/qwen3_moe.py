@@ -16,6 +16,7 @@ from deepinfer.graph.build.decoder import decoder_blocks
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
+from deepinfer.layout.sharding import kv_share, local_kv_heads
 from deepinfer.model.spec import GroupedQueryAttention, LayerSpec
 from deepinfer.numeric import larger
 
@@ -28,14 +29,10 @@ def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
 def _attention(ctx: BuildContext, ops: OperatorList, layer: LayerSpec, view: View) -> None:
     attention = layer.attention
     assert isinstance(attention, GroupedQueryAttention)
-    dense, rows, hidden, kv_bytes = (
-        ctx.model.dense_format,
-        ctx.rows(view),
-        ctx.model.hidden_size,
-        ctx.model.kv.main_bytes,
-    )
-    q_dim = attention.num_heads * attention.head_dim
-    width = q_dim + 2 * attention.num_kv_heads * attention.head_dim
+    dense, rows, hidden = ctx.model.dense_format, ctx.rows(view), ctx.model.hidden_size
+    kv_heads, kv_bytes = local_kv_heads(attention, ctx.layout.tp), _kv_bytes(ctx, attention)
+    q_dim = ctx.heads(attention.num_heads) * attention.head_dim
+    width = q_dim + 2 * kv_heads * attention.head_dim
     ops.gemm("qkv", ("attn_in", "q new_kv"), rows, hidden, width, dense)
     # Queries and keys are normalised per head, rotated, and written: queries as activations, the rest to the cache.
     row_bytes = (width * ACTIVATION_BYTES, q_dim * ACTIVATION_BYTES + kv_bytes)
@@ -48,6 +45,11 @@ def _attention(ctx: BuildContext, ops: OperatorList, layer: LayerSpec, view: Vie
     ops.gemm("o", ("attn_heads", "attn_out"), rows, q_dim, hidden, dense)
 
 
+def _kv_bytes(ctx: BuildContext, attention: GroupedQueryAttention) -> float:
+    """Cache of one token and layer on one rank."""
+    return ctx.model.kv.main_bytes * kv_share(attention, ctx.layout.tp)
+
+
 def _core(
     ctx: BuildContext,
     ops: OperatorList,
@@ -56,7 +58,8 @@ def _core(
     phase: Literal["decode", "prefill"],
 ) -> None:
     """Causal attention over the whole context; the queries of a group share their reads of keys and values."""
-    q_dim, group = attention.num_heads * attention.head_dim, attention.num_heads // attention.num_kv_heads
+    heads, kv_bytes = ctx.heads(attention.num_heads), _kv_bytes(ctx, attention)
+    q_dim, group = heads * attention.head_dim, heads // local_kv_heads(attention, ctx.layout.tp)
 
     decoding = phase == "decode"
 
@@ -73,7 +76,7 @@ def _core(
         per_sequence = sequences[0].rows if sequences else 1.0
         return Work(
             flops=4.0 * q_dim * pairs,
-            bytes_read=cached * ctx.model.kv.main_bytes + m * q_dim * ACTIVATION_BYTES,
+            bytes_read=cached * kv_bytes + m * q_dim * ACTIVATION_BYTES,
             bytes_written=m * q_dim * ACTIVATION_BYTES,
             rows=group * per_sequence if decoding else pairs / larger(m, 1e-9),
         )

@@ -35,6 +35,8 @@ class _V3Config(Config):
     n_shared_experts: NonNegativeInt
     n_routed_experts: PositiveInt
     num_experts_per_tok: PositiveInt
+    n_group: PositiveInt = 1
+    topk_group: PositiveInt = 1
     first_k_dense_replace: NonNegativeInt
     q_lora_rank: PositiveInt
     kv_lora_rank: PositiveInt
@@ -95,6 +97,8 @@ def _spec(
         config.num_experts_per_tok,
         config.moe_intermediate_size,
         config.n_shared_experts,
+        num_groups=config.n_group,
+        topk_groups=config.topk_group,
     )
     dense = DenseFFN(config.intermediate_size)
     num_layers = config.num_hidden_layers
