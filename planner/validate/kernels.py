@@ -13,11 +13,12 @@ from deepinfer.graph.build.common import (
     BuildContext,
     OperatorList,
     every_row,
-    ffn_operators,
 )
+from deepinfer.graph.build.experts import ffn_operators
 from deepinfer.graph.graph import Block, ExecutionGraph
 from deepinfer.graph.ops import Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.graph.transform import fuse_moe
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import LatentAttention, LayerSpec, MoE
 from planner.validate.mapping import Case
@@ -53,9 +54,9 @@ class Parameters:
 
 
 def _experts(case: Case, get: Parameters) -> Timed:
-    """Dispatch, both expert products and combine, of an expert group of its own."""
+    """Dispatch, both expert products and combine in one kernel, of an expert group of its own."""
     graph, shape = _moe(case, get, get("moe_intermediate"))
-    return _only(graph, ("dispatch", "experts", "combine")), shape
+    return fuse_moe(_only(graph, ("dispatch", "experts", "combine"))), shape
 
 
 def _exchange(case: Case, get: Parameters) -> Timed:
@@ -141,7 +142,9 @@ def _draft_step(case: Case, get: Parameters) -> Timed:
     draft = case.model.draft
     if draft is None:
         raise UsageError(f"model {case.model.name} has no draft module")
-    graph = build_graph(case.model, case.layout, case.cluster, GraphFeatures("decode", "off", 1))
+    graph = build_graph(
+        case.model, case.layout, case.cluster, GraphFeatures("decode", nextn=1, expert_load=case.expert_load)
+    )
     blocks = tuple(b for b in graph.blocks if b.name.startswith("draft"))
     requests = get("requests", "batch") / case.replicas
     drafts = float(draft.max_drafts if draft.kind == "dspark" else 1)

@@ -14,6 +14,7 @@ from deepinfer.errors import UsageError
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import ExpertLoad
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
 from planner.validate.engines import EngineProfile, load_engine
@@ -46,6 +47,7 @@ class Case:
     engine: EngineProfile
     host: HostProfile | None
     costs: CostModel
+    expert_load: ExpertLoad
 
     @property
     def replicas(self) -> int:
@@ -68,7 +70,17 @@ def map_case(target: Target) -> Case:
         engine=engine,
         host=load_host(engine.host) if engine.host else None,
         costs=_costs(target.hardware),
+        expert_load=_expert_load(target),
     )
+
+
+def _expert_load(target: Target) -> ExpertLoad:
+    """Forced balance as stated; kernels are timed on uniform routing; else real text, EPLB where there are copies."""
+    if target.expert_load == "balanced":
+        return ExpertLoad(balanced=True)
+    if target.kind == "kernel" and target.expert_load != "real":
+        return ExpertLoad(sigma=0.0, drift=0.0)
+    return ExpertLoad(eplb=target.layout.redundant_experts > 0)
 
 
 def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout:
@@ -87,7 +99,7 @@ def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout
         raise UsageError(f"ep {layout.ep} does not divide the {ranks} ranks of a stage")
     etp, ep = _merged((ranks // layout.ep, layout.ep), dies)
     tp, cp, dp = _merged((layout.tp, layout.cp, layout.dp), dies)
-    return ParallelLayout(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp)
+    return ParallelLayout(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, redundant_experts=layout.redundant_experts)
 
 
 def _merged(degrees: tuple[int, ...], dies: int) -> tuple[int, ...]:

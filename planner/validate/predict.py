@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.errors import DeepinferError, UsageError
@@ -36,6 +37,7 @@ class TimedStep:
         return self.device_s + self.host_s
 
 
+Overlap = Literal["none", "two-batch"]
 WeightedSteps = tuple[tuple[float, TimedStep], ...]
 """Kinds of steps, each with how many of it an entry's mean step takes."""
 
@@ -243,9 +245,11 @@ def _timed(case: Case, title: str, phase: Phase, nextn: int, shape: StepShape) -
 
 
 def _features(case: Case, phase: Phase, nextn: int) -> GraphFeatures:
-    if case.target.layout.overlap != "none":
-        raise UsageError(f"overlap {case.target.layout.overlap!r} is not modelled yet")
-    return GraphFeatures(phase, "off", nextn)
+    overlap = case.target.layout.overlap
+    if overlap not in ("none", "two-batch"):
+        raise UsageError(f"overlap {overlap!r} is not modelled")
+    moe: Literal["separate", "fused"] = "fused" if case.target.fused_experts else "separate"
+    return GraphFeatures(phase, nextn=nextn, overlap=cast("Overlap", overlap), moe=moe, expert_load=case.expert_load)
 
 
 def _in_metric(metric: str, seconds: float, tokens_per_s_per_gpu: float, steps: WeightedSteps) -> Prediction:

@@ -14,6 +14,8 @@ from deepinfer.files import first_fault, read_text
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
 AGGREGATED = "aggregated server"
 """Notes that begin so state a condition: prompts are computed on the GPUs that decode."""
+FUSED_EXPERTS = "a2a megamoe"
+"""Notes that name this exchange state a condition: expert layers ran as one fused kernel."""
 
 Degree = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -94,6 +96,11 @@ class Target(BaseModel):
     def aggregated(self) -> bool:
         """Whether the GPUs that decoded also computed prompts."""
         return (self.notes or "").lower().startswith(AGGREGATED)
+
+    @property
+    def fused_experts(self) -> bool:
+        """Whether one kernel exchanged rows and multiplied them: a server's notes say so."""
+        return FUSED_EXPERTS in (self.notes or "").lower()
 
 
 def load_targets(path: str) -> list[Target]:
