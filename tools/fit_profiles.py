@@ -30,6 +30,7 @@ from kernel_data import (
     deepep_v1_rdma,
     deepep_v2_nvlink,
     elementwise,
+    fused_moe,
     gemm,
     grouped_gemm,
     index_score,
@@ -58,6 +59,7 @@ BOUNDS = {  # lowest, starting and highest value
     "sharpness": (1.0, 2.0, 4.0),
     "scale_up_efficiency": (0.02, 0.5, 1.0),
     "scale_out_efficiency": (0.02, 0.8, 1.0),
+    "message_sharpness": (1.0, 3.0, 8.0),
 }
 
 
@@ -212,6 +214,14 @@ def entries(family: str) -> list[Entry]:
     ]
 
 
+def blackwell_entries() -> list[Entry]:
+    """What only Blackwell has: DeepGEMM's fused expert kernel. Its link never binds in the data, hence a fixed rate."""
+    link = ("scale_up_efficiency", 0.6)
+    what = "balanced, 1 to 32,768 tokens a rank, EP4 to EP32; share of NVLink as of combine's kernels"
+    free = (*ROOFLINE, "message_sharpness")
+    return [Entry("fused_moe.fp8", free, {"dsv4_megamoe_module.": fused_moe}, what, (link,))]
+
+
 # Entries that nothing measured or published is behind, from the nearest one, and why.
 BORROWED = {
     "sample": ("topk", "which also makes selecting passes over rows of FP32 numbers"),
@@ -252,7 +262,7 @@ def complete_blackwell(profile: Profile, hopper: Profile) -> None:
 def fit_family(root: Path, family: str) -> Profile:
     """All fitted entries of a family, with their sources; prints one line of the table for each."""
     profile: Profile = {}
-    for entry in entries(family):
+    for entry in entries(family) + (blackwell_entries() if family == "blackwell" else []):
         merge = "scale_up_efficiency" in entry.free
         parts, names = measured_rows(root, FAMILIES[family], entry.sources, merge)
         fitted, errors, num_fitted, num_absurd = fit_entry(entry, parts)

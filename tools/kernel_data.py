@@ -228,3 +228,17 @@ def measured_rows(
                     names.append(f"{name}/{path.name.removesuffix('.csv.gz')}")
         parts += [fastest(found)] if pick_fastest else found
     return parts, names
+
+
+def fused_moe(t: Array, name: str) -> Rows:
+    """DeepGEMM's MegaMoE: dispatch, both products and combine in one kernel, MXFP4 weights, balanced routing.
+
+    `num_tokens` counts the tokens of one rank. The message is all that a rank sends: FP8 rows out, BF16 results back.
+    """
+    t = t[t["distribution"] == "balanced"]
+    tokens, hidden, ep, topk = 1.0 * t["num_tokens"], 1.0 * t["hidden_size"], 1.0 * t["moe_ep_size"], t["topk"]
+    rows, weights = tokens * topk, 3.0 * hidden * t["inter_size"]
+    touched = np.minimum(t["num_experts"] / ep, rows)
+    read = touched * weights * (0.5 + 1 / 32) + rows * hidden * 33 / 32
+    sent = sent_bytes(tokens * hidden * (33 / 32 + 2), ep, t["num_experts"], topk)
+    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, rows / touched, scale_up=sent)
