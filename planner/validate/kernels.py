@@ -67,7 +67,7 @@ def _exchange(case: Case, get: Parameters) -> Timed:
     usual = 8 * (FP8_ACTIVATION_BYTES if name == "dispatch" else ACTIVATION_BYTES)
     bits = get("payload_bits", default=usual)
     (operator,) = _only(graph, (name,)).operators
-    if bits not in (8, 16) or bits != round(usual):
+    if bits != round(usual):
         operator = _scaled(operator, bits / usual)
     return _alone(operator), shape
 
@@ -78,9 +78,8 @@ def _moe(case: Case, get: Parameters, width: float) -> Timed:
     num_experts = int(get("experts", default=experts.num_experts if experts else 0))
     moe = MoE(num_experts, int(get("top_k")), int(width), 0)
     model = replace(case.model, hidden_size=int(get("hidden", default=case.model.hidden_size)))
-    ctx = BuildContext(
-        model, ParallelLayout(dp=ranks, ep=ranks), replace(case.cluster, num_gpus=ranks), GraphFeatures()
-    )
+    layout, features = ParallelLayout(dp=ranks, ep=ranks), GraphFeatures(expert_load=case.expert_load)
+    ctx = BuildContext(model, layout, replace(case.cluster, num_gpus=ranks), features)
     ops = OperatorList()
     ffn_operators(ctx, ops, moe, every_row)
     graph = ExecutionGraph("routed experts", (Block("experts", tuple(ops.operators)),))
