@@ -121,6 +121,8 @@ def rank_loads(weights: Floats, slots: Ints, num_ranks: int) -> Floats:
 def expert_popularity(num_experts: int, topk: int, sigma: float) -> Floats:
     """How likely each expert is among a token's `topk`, at the expected quantiles of a log-normal popularity.
 
+    That is a typical draw: where a single expert decides (sigma 1 on 64 ranks without redundant ones), draws scatter.
+
     Drawing k of them without replacement is a race of exponential clocks with rates p: by the time t at which k are
     expected to have rung, expert e has with probability 1 - exp(-p_e t).
     """
