@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.files import read_toml
 from deepinfer.hardware.spec import Accelerator
+from deepinfer.model.spec import ModelSpec
 
 _FILE = Path(__file__).parent / "engines.toml"
 LARGE_MEMORY_BYTES = 160e9
@@ -21,7 +22,9 @@ class EngineProfile(BaseModel):
     """An engine's host profile (None: no host time) and how an aggregated server of it computes prompts.
 
     A step takes at most `chunk_tokens` prompt tokens, `large_chunk_tokens` on accelerators from 160 GB on; with
-    `chunk_shared` that is for all attention replicas together, else for each.
+    `chunk_shared` that is for all attention replicas together, else for each; with `stated_chunk_aligned` servers whose
+    setting is stated compute the prompts of all replicas in the same steps. `eager_s_per_layer` is the least that a
+    step whose kernels are launched one by one takes, by model family, where it has been measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -31,10 +34,18 @@ class EngineProfile(BaseModel):
     chunk_tokens: Annotated[int, Field(ge=1)]
     large_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     chunk_shared: bool = False
+    stated_chunk_aligned: bool = False
+    eager_s_per_layer: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     source: Annotated[str, Field(min_length=8)]
 
-    def chunk_rows(self, accelerator: Accelerator, replicas: int) -> float:
-        """Most prompt rows of a step of one of so many attention replicas."""
+    def eager_seconds(self, model: ModelSpec) -> float:
+        """The least a step takes whose kernels are launched one by one; 0 where nobody measured it."""
+        return self.eager_s_per_layer.get(model.family, 0.0) * len(model.layers)
+
+    def chunk_rows(self, accelerator: Accelerator, replicas: int, stated: int | None) -> float:
+        """Most prompt rows of a step of one of so many attention replicas; `stated` is a setting for all of them."""
+        if stated is not None:
+            return stated / replicas
         large = accelerator.hbm_bytes.value >= LARGE_MEMORY_BYTES and self.large_chunk_tokens is not None
         rows = self.large_chunk_tokens if large and self.large_chunk_tokens else self.chunk_tokens
         return rows / replicas if self.chunk_shared else float(rows)

@@ -21,8 +21,9 @@ from planner.validate.engines import EngineProfile, load_engine
 from planner.validate.targets import Target, TargetLayout
 
 _MODEL_ALIASES = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2-exp": "deepseek-v3.2"}
-# Models whose later release ships a drafter that makes a block in one pass.
-_BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731"}
+# Models whose later release ships a drafter that makes a block in one pass (DSpark) instead of one token.
+_BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731", "deepseek-v4-pro": "deepseek-v4-pro-dspark"}
+_BLOCK_LENGTH = 5
 _DIES_PER_ACCELERATOR = {"ascend-910c": 2}
 _FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4}
 # Names of one entry's KV format in the order they are tried; INT8 records are as long as FP8's.
@@ -53,6 +54,11 @@ class Case:
     def replicas(self) -> int:
         """Attention replicas of a stage: the step's requests and prompts spread over them."""
         return self.layout.num_ranks // self.layout.replica_ranks
+
+    @property
+    def chunk_rows(self) -> float:
+        """Most prompt rows of one replica's step in an aggregated server."""
+        return self.engine.chunk_rows(self.cluster.accelerator, self.replicas, self.target.stated_chunk)
 
 
 def map_case(target: Target) -> Case:
@@ -127,14 +133,23 @@ def _model(target: Target, accelerator: Accelerator) -> ModelSpec:
     name = target.model.lower()
     try:
         name = _MODEL_ALIASES.get(name, name)
-        drafts = target.op is not None and target.op.name == "draft_step"
-        card = load_model(_BLOCK_DRAFTERS.get(name, name) if drafts else name)
+        card = load_model(_BLOCK_DRAFTERS.get(name, name) if _drafts_blocks(target) else name)
     except UsageError:
         raise UsageError(f"model {target.model!r} has no card") from None
     model = fit_to_hardware(card, accelerator)
     if target.weights is not None:
         model = with_experts(model, card, target.weights)
     return model if target.kv is None else _with_kv(model, target.kv)
+
+
+def _drafts_blocks(target: Target) -> bool:
+    """Whether drafts came in blocks: said so, or as many a step as only a block drafter makes."""
+    if target.op is not None:
+        return target.op.name == "draft_step"
+    if target.spec is None or not target.spec.nextn:
+        return False
+    said = "dspark" in f"{target.source} {target.notes}".lower()
+    return said or target.spec.nextn >= _BLOCK_LENGTH
 
 
 def with_experts(model: ModelSpec, card: ModelSpec, weights: str) -> ModelSpec:

@@ -132,14 +132,18 @@ def _with_prefill(case: Case, quiet: TimedStep, decode: Sequences, mean_rows: fl
     target, nextn, separate = case.target, _nextn(case), case.engine.prefill == "separate"
     prompt = _mean_prompt(target)
     rows = mean_rows / (1.0 + nextn) * _tau(case) * (target.isl or 0.0) / (target.osl or 1.0)
-    batch = min(max(prompt, rows), case.engine.chunk_rows(case.cluster.accelerator, case.replicas))
+    batch = min(max(prompt, rows), case.chunk_rows)
     per_decode = rows / batch
     share = per_decode / (1.0 + per_decode) if separate else min(per_decode, 1.0)
-    any_share = 1.0 - (1.0 - share) ** case.replicas
-    mean_prompt_rows = share * batch / any_share
-    decoding = (1.0 - share / any_share) * mean_rows if separate else mean_rows
-    shape = StepShape(None if separate else decode, prompt_chunks(batch, prompt), mean_rows=decoding + mean_prompt_rows)
-    busy = _timed(case, "step with prompts", "prefill" if separate else "mixed", nextn, shape)
+    aligned = case.engine.stated_chunk_aligned and target.stated_chunk is not None
+    any_share = share if aligned else 1.0 - (1.0 - share) ** case.replicas
+    mean_rows = ((1.0 - share / any_share) if separate else 1.0) * mean_rows + share * batch / any_share
+    prompts = StepShape(None if separate else decode, prompt_chunks(batch, prompt), mean_rows=mean_rows)
+    busy = _timed(case, "step with prompts", "prefill" if separate else "mixed", nextn, prompts)
+    if separate and case.replicas > 1:
+        # Replicas meet in every expert layer: those that decode beside the prompts may be the last to finish.
+        beside = _timed(case, "step beside prompts", "decode", nextn, StepShape(decode, mean_rows=mean_rows))
+        busy = max(busy, beside, key=lambda step: step.seconds)
     scale = 1.0 / (1.0 - share) if separate else 1.0
     return ((1.0 - any_share) * scale, quiet), (any_share * scale, busy)
 
@@ -219,7 +223,7 @@ def _decoding(case: Case) -> float:
     requests, target = _requests(case), case.target
     if not target.aggregated or case.engine.prefill == "separate" or not target.isl or not target.osl:
         return requests
-    rows = case.engine.chunk_rows(case.cluster.accelerator, case.replicas)
+    rows = case.chunk_rows
     return min(requests, rows / (_tau(case) * target.isl / target.osl))
 
 
@@ -232,14 +236,15 @@ def _tau(case: Case) -> float:
 
 
 def _timed(case: Case, title: str, phase: Phase, nextn: int, shape: StepShape) -> TimedStep:
-    """A step with its host time: what of it exceeds the device's, and the gap between steps."""
+    """A step with its host time, what exceeds the device's or the gap to the next step; single forwards have none."""
     graph = build_graph(case.model, case.layout, case.cluster, _features(case, phase, nextn))
     device_s = float(step_cost(graph, shape, case.costs).seconds)
-    if case.host is None:
+    if case.host is None or case.target.kind == "step":
         return TimedStep(title, graph, shape, device_s, 0.0)
-    count = math.ceil(shape.decode.count) if shape.decode else 0
-    busy_s = case.host.submit_seconds(count, len(graph.steps), captured=not shape.prefill)
-    busy_s += case.host.deliver_seconds(count)
+    count, captured = math.ceil(shape.decode.count) if shape.decode else 0, not shape.prefill
+    busy_s = case.host.submit_seconds(count, len(graph.steps), captured) + case.host.deliver_seconds(count)
+    if not captured:
+        busy_s = max(busy_s, case.engine.eager_seconds(case.model))
     host_s = max(case.host.step_gap_s.value, busy_s - device_s)
     return TimedStep(title, graph, shape, device_s, host_s)
 

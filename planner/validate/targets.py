@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -101,6 +102,12 @@ class Target(BaseModel):
     def fused_experts(self) -> bool:
         """Whether one kernel exchanged rows and multiplied them: a server's notes say so."""
         return FUSED_EXPERTS in (self.notes or "").lower()
+
+    @property
+    def stated_chunk(self) -> int | None:
+        """Prompt tokens of a step, over all replicas, where a server's notes state its setting."""
+        found = re.search(r"chunked_prefill (\d+)", self.notes or "")
+        return int(found.group(1)) if found else None
 
 
 def load_targets(path: str) -> list[Target]:
