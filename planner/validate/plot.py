@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from matplotlib.axes import Axes
 
@@ -14,16 +16,14 @@ _MARKERS = {"decode": "o", "prefill": "s", "step": "^", "kernel": "x"}
 
 
 def plot_validation(outcomes: list[Outcome]) -> bytes:
-    """A PNG: times on the left, rates on the right, log-log, coloured by engine and marked by kind."""
-    figure, left = new_figure(11.0, 5.6)
-    left.remove()
-    axes = figure.subplots(1, 2)
+    """A PNG of three log-log panels, by metric; coloured by engine and marked by kind."""
+    figure, first = new_figure(15.0, 5.6)
+    first.remove()
     predicted = [o for o in outcomes if o.prediction is not None]
     engines = sorted({o.target.engine for o in predicted})
-    for ax, times in zip(axes, (True, False), strict=True):
-        shown = [o for o in predicted if _is_time(o) is times]
-        _draw(ax, shown, engines)
-        ax.set_title("seconds" if times else "tokens/s per GPU (or ratio)", fontsize=10)
+    for ax, (title, belongs) in zip(figure.subplots(1, len(_PANELS)), _PANELS.items(), strict=True):
+        _draw(ax, [o for o in predicted if belongs(o.target.metric)], engines)
+        ax.set_title(title, fontsize=10)
     overall = group_stats(outcomes)[0]
     if overall.median_absolute is not None:
         figure.suptitle(
@@ -34,8 +34,15 @@ def plot_validation(outcomes: list[Outcome]) -> bytes:
     return to_png(figure)
 
 
-def _is_time(outcome: Outcome) -> bool:
-    return outcome.target.metric.endswith("_s")
+def _is_rate(metric: str) -> bool:
+    return not metric.endswith("_s") or metric.endswith("per_s")
+
+
+_PANELS: dict[str, Callable[[str], bool]] = {
+    "kernels and forwards, seconds": lambda metric: not _is_rate(metric) and metric != "tpot_s",
+    "time per output token, seconds": lambda metric: metric == "tpot_s",
+    "tokens/s per GPU, or ratios": _is_rate,
+}
 
 
 def _draw(ax: Axes, outcomes: list[Outcome], engines: list[str]) -> None:
@@ -57,7 +64,7 @@ def _draw(ax: Axes, outcomes: list[Outcome], engines: list[str]) -> None:
         ax.scatter(
             [o.target.value for o in group],
             [o.prediction.value for o in group if o.prediction],
-            s=22,
+            s=20,
             linewidths=1.0,
             color=_COLORS[engines.index(engine) % len(_COLORS)],
             marker=_MARKERS[kind],
