@@ -20,7 +20,7 @@ from deepinfer.graph.ops import Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.graph.transform import fuse_moe
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.model.spec import LatentAttention, LayerSpec, MoE
+from deepinfer.model.spec import LatentAttention, LayerSpec, ModelSpec, MoE
 from planner.validate.mapping import Case
 from planner.validate.targets import Target
 
@@ -51,6 +51,9 @@ class Parameters:
         if default is None:
             raise UsageError(f"kernel {self._op.name}: parameter {names[0]!r} is not stated")
         return default
+
+
+Kernel = Callable[[Case, Parameters], Timed]
 
 
 def _experts(case: Case, get: Parameters) -> Timed:
@@ -88,7 +91,8 @@ def _moe(case: Case, get: Parameters, width: float) -> Timed:
 
 def _expert_gemm(case: Case, get: Parameters) -> Timed:
     """One of the two grouped products: `local_experts` matrices k x n, each met by `mean_rows_per_expert` rows."""
-    local, rows, k, n = get("local_experts"), get("mean_rows_per_expert"), get("k"), get("n")
+    local, k, n = get("local_experts"), get("k"), get("n")
+    rows = get("mean_rows_per_expert")
     fmt, total = case.model.expert_format, local * rows
     work = Work(
         flops=2.0 * k * n * total,
@@ -103,37 +107,50 @@ def _expert_gemm(case: Case, get: Parameters) -> Timed:
 def _gemm(case: Case, get: Parameters) -> Timed:
     """A dense product m x k times k x n in the entry's weight format, or the model's."""
     ops, m = OperatorList(), get("m", "tokens", "rows")
-    ops.gemm("gemm", ("x", "y"), lambda _: m, int(get("k")), int(get("n")), case.model.expert_format)
+    fmt = case.model.expert_format if case.target.weights else case.model.dense_format
+    ops.gemm("gemm", ("x", "y"), lambda _: m, int(get("k")), int(get("n")), fmt)
     return _alone(ops.operators[0]), StepShape()
 
 
-def _attention_decode(case: Case, get: Parameters) -> Timed:
-    """Latent attention of one layer in its absorbed form, each request's last rows over its cached entries."""
+def _decoding(case: Case, get: Parameters) -> StepShape:
+    """Requests whose last rows see `kv_len` entries, those rows among them."""
     rows, length = get("query_tokens", default=1.0), get("kv_len")
-    shape = StepShape(Sequences.decoding(get("batch", "requests"), rows - 1.0, length - rows))
-    return _latent(case, get, "attention_decode"), shape
+    return StepShape(Sequences.decoding(get("batch", "requests"), rows - 1.0, length - rows))
 
 
-def _attention_prefill(case: Case, get: Parameters) -> Timed:
-    """Latent attention of one layer, keys and values expanded to heads, causal."""
+def _prompts(case: Case, get: Parameters) -> StepShape:
+    """Prompt chunks whose last row sees `kv_len` entries; a whole prompt where that is not stated."""
     rows = get("query_tokens", "seq_len", "tokens", "q_len")
     before = get("kv_len", default=rows) - rows
-    shape = StepShape(None, (Sequences(get("batch", "requests", default=1.0), rows, before, rows, 1.0),))
-    return _latent(case, get, "attention_prefill"), shape
+    return StepShape(None, (Sequences(get("batch", "requests", default=1.0), rows, before, rows, 1.0),))
 
 
-def _latent(case: Case, get: Parameters, name: str) -> ExecutionGraph:
-    layer = case.model.layers[0]
+def _layer_operator(name: str, shape_of: Callable[[Case, Parameters], StepShape]) -> Kernel:
+    """An operator of the model's first layer that has it, on one rank of the entry's layout."""
+
+    def timed(case: Case, get: Parameters) -> Timed:
+        model = _with_heads(case.model, get)
+        graph = build_graph(model, case.layout, case.cluster, GraphFeatures(expert_load=case.expert_load))
+        found = [o for o in graph.operators if o.name == name]
+        if not found:
+            raise UsageError(f"model {model.name} has no operator {name}")
+        return _alone(found[0]), shape_of(case, get)
+
+    return timed
+
+
+def _with_heads(model: ModelSpec, get: Parameters) -> ModelSpec:
+    """The model with the latent attention that the operator's parameters give; another attention as it is."""
+    layer = model.layers[0]
     if not isinstance(layer.attention, LatentAttention):
-        raise UsageError(f"kernel {name} of {case.model.name}: only latent attention is timed on its own")
+        return model
     attention = replace(
         layer.attention,
-        num_heads=int(get("heads", "num_heads", default=layer.attention.num_heads)),
+        num_heads=int(get("heads", default=layer.attention.num_heads)),
         kv_lora_rank=int(get("kv_lora_rank", default=layer.attention.kv_lora_rank)),
         rope_dim=int(get("rope_dim", default=layer.attention.rope_dim)),
     )
-    model = replace(case.model, layers=(LayerSpec(0, attention, layer.ffn),), draft=None)
-    return _only(build_graph(model, ParallelLayout(), case.cluster, GraphFeatures()), (name,))
+    return replace(model, layers=(LayerSpec(0, attention, layer.ffn),), draft=None)
 
 
 def _draft_step(case: Case, get: Parameters) -> Timed:
@@ -180,14 +197,18 @@ def _scaled(operator: Operator, factor: float) -> Operator:
     return replace(operator, work=work)
 
 
-_KERNELS: dict[str, Callable[[Case, Parameters], Timed]] = {
+_KERNELS: dict[str, Kernel] = {
     "moe_fused": _experts,
     "ep_dispatch": _exchange,
     "ep_combine": _exchange,
     "expert_gemm_up": _expert_gemm,
     "expert_gemm_down": _expert_gemm,
     "gemm": _gemm,
-    "attention_decode": _attention_decode,
-    "attention_prefill": _attention_prefill,
+    "attention_decode": _layer_operator("attention_decode", _decoding),
+    "sparse_attention_decode": _layer_operator("attention_decode", _decoding),
+    "attention_prefill": _layer_operator("attention_prefill", _prompts),
+    "sparse_attention_prefill": _layer_operator("attention_prefill", _prompts),
+    "index_score": _layer_operator("index_score", _decoding),
+    "indexer_logits": _layer_operator("index_score", _decoding),
     "draft_step": _draft_step,
 }

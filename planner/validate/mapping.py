@@ -139,7 +139,17 @@ def _model(target: Target, accelerator: Accelerator) -> ModelSpec:
     model = fit_to_hardware(card, accelerator)
     if target.weights is not None:
         model = with_experts(model, card, target.weights)
-    return model if target.kv is None else _with_kv(model, target.kv)
+    if target.kv is not None:
+        model = _with_kv(model, target.kv)
+    return _with_block(model, target.spec.nextn if target.spec else 0)
+
+
+def _with_block(model: ModelSpec, nextn: int) -> ModelSpec:
+    """The model with a block drafter that makes `nextn` tokens, where that is more than its own block."""
+    draft = model.draft
+    if draft is None or draft.kind != "dspark" or nextn <= draft.max_drafts:
+        return model
+    return replace(model, draft=replace(draft, max_drafts=nextn, block_size=nextn))
 
 
 def _drafts_blocks(target: Target) -> bool:
