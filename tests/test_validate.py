@@ -140,6 +140,8 @@ def test_an_unknown_kernel_has_a_reason() -> None:
     assert "kernel 'fft' is not modelled" in outcome.reason
     (outcome,) = validate([kernel("attention_decode", {"batch": 4})])
     assert outcome.reason == "kernel attention_decode: parameter 'kv_len' is not stated"
+    (outcome,) = validate([kernel("attention_decode", {"batch": 0, "kv_len": 4096})])
+    assert outcome.reason == "kernel attention_decode: parameter 'batch' must be positive, got 0"
 
 
 # --- predictions ------------------------------------------------------------------------------------------------------
@@ -211,12 +213,51 @@ def test_dispatch_sends_what_the_payload_says() -> None:
     params = {"tokens_per_rank": 1e6, "ranks": 2, "experts": 4, "top_k": 2, "hidden": 4096, "payload_bits": 16}
     wide = predict(kernel("ep_dispatch", params, gpus=2, layout={"dp": 2, "ep": 2})).value
     narrow = predict(kernel("ep_dispatch", params | {"payload_bits": 4}, gpus=2, layout={"dp": 2, "ep": 2})).value
-    h200 = load_hardware("h200")
-    parameters = load_profile("hopper").operators["dispatch"]
-    sent = 1e6 * (5 / 6) * 4096 * 2.0
-    expected = sent / (h200.scale_up.bytes_per_s.value * parameters.scale_up_efficiency)
-    assert wide == pytest.approx(expected, rel=0.02)
+    at_least = 1e6 * (5 / 6) * 4096 * 2.0 / load_hardware("h200").scale_up.bytes_per_s.value
+    assert at_least < wide < 2.5 * at_least  # DeepEP V2 reaches 80% of NVLink, its low-latency kernels half
     assert wide / narrow == pytest.approx(4.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "published_s", "within"),
+    [
+        ("attention_decode", {"batch": 64, "kv_len": 4096}, 155e-6, 0.15),
+        ("attention_prefill", {"query_tokens": 4096}, 1105e-6, 0.25),
+        ("gemm", {"m": 128, "k": 7168, "n": 1536}, 11.7e-6, 0.3),
+        ("gemm", {"m": 4096, "k": 16384, "n": 7168}, 649e-6, 0.3),
+        ("sparse_attention_decode", {"batch": 64, "kv_len": 32768}, 96e-6, 0.25),
+    ],
+)
+def test_published_kernels_of_h800(name: str, params: dict[str, float], published_s: float, within: float) -> None:
+    """Alibaba InferSim's bench_data: latent and sparse attention of one layer, dense FP8 products."""
+    model, kv = ("deepseek-v3.2", "fp8") if name.startswith("sparse") else ("deepseek-v3", "bf16")
+    entry = kernel(name, params, hardware="h800", model=model, kv=kv, gpus=1, layout={"dp": 1, "ep": 1})
+    assert predict(entry).value == pytest.approx(published_s, rel=within)
+
+
+def test_a_stated_chunk_aligns_prompts_over_replicas() -> None:
+    """SGLang's recipes: prompts of all replicas in the same steps slow decoding less often."""
+    lengths: dict[str, Any] = {"isl": 8192, "osl": 1024, "context_tokens": 8704.0, "requests_per_gpu": 20.0}
+    notes = "aggregated server: prefill interferes with decode"
+    apart = value(**lengths, notes=notes)
+    aligned = value(**lengths, notes=f"{notes}; chunked_prefill 65536")
+    assert value(**lengths) < aligned < apart
+
+
+def test_fused_experts_and_block_drafters_are_conditions() -> None:
+    notes = "aggregated server: a2a megamoe"
+    (outcome,) = validate([target(hardware="b200", model="deepseek-v4-flash", weights="fp4", kv=None, notes=notes)])
+    assert outcome.prediction is not None
+    operators = {o.name for _, step in outcome.prediction.steps for o in step.graph.operators}
+    assert "fused_experts" in operators
+    assert "dispatch" not in operators
+    spec = {"nextn": 7, "accepted_len": 3.0}
+    model = map_case(target(model="deepseek-v4-pro", spec=spec)).model
+    assert model.draft is not None
+    assert (model.draft.kind, model.draft.block_size, model.draft.markov_rank) == ("dspark", 7, 512)
+    chained = map_case(target(model="deepseek-v4-pro", spec=spec | {"nextn": 3})).model
+    assert chained.draft is not None
+    assert chained.draft.kind == "mtp"
 
 
 def test_attention_over_a_long_cache_reads_it_once() -> None:

@@ -37,7 +37,7 @@ def kernel_step(case: Case) -> Timed:
 
 
 class Parameters:
-    """Shape parameters of an entry's operator, by name. Raises UsageError for one that is missing or no number."""
+    """Shape parameters of an entry's operator, by name. Raises UsageError for one that is missing or not positive."""
 
     def __init__(self, target: Target) -> None:
         assert target.op is not None
@@ -47,6 +47,8 @@ class Parameters:
         for name in names:
             value = self._op.params.get(name)
             if isinstance(value, int | float):
+                if not value > 0:
+                    raise UsageError(f"kernel {self._op.name}: parameter {name!r} must be positive, got {value}")
                 return float(value)
         if default is None:
             raise UsageError(f"kernel {self._op.name}: parameter {names[0]!r} is not stated")
@@ -90,15 +92,18 @@ def _moe(case: Case, get: Parameters, width: float) -> Timed:
 
 
 def _expert_gemm(case: Case, get: Parameters) -> Timed:
-    """One of the two grouped products: `local_experts` matrices k x n, each met by `mean_rows_per_expert` rows."""
+    """One of the two grouped products: `local_experts` matrices k x n, each met by `mean_rows_per_expert` rows.
+
+    Its results count with what it reads: the passes over written rows that a cost profile may have for an expert layer
+    (activation, quantisation) are not part of one product.
+    """
     local, k, n = get("local_experts"), get("k"), get("n")
     rows = get("mean_rows_per_expert")
     fmt, total = case.model.expert_format, local * rows
     work = Work(
         flops=2.0 * k * n * total,
         precision=fmt.precision,
-        bytes_read=local * k * n * fmt.bytes_per_parameter + total * k * FP8_ACTIVATION_BYTES,
-        bytes_written=total * n * ACTIVATION_BYTES,
+        bytes_read=local * k * n * fmt.bytes_per_parameter + total * (k * FP8_ACTIVATION_BYTES + n * ACTIVATION_BYTES),
         rows=rows,
     )
     return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape()
