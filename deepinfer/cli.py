@@ -50,7 +50,7 @@ def simulate(
     from deepinfer.workload.spec import describe_workload
 
     table = Table(box=None, show_header=False, pad_edge=False)
-    for row in summary_lines(summary, loaded.pools[0].settings.nextn):
+    for row in summary_lines(summary, loaded.serving.settings.nextn):
         table.add_row(*row)
     console = Console(highlight=False)
     console.print(describe_workload(loaded.workload), soft_wrap=True)
@@ -82,7 +82,7 @@ def _write_timeline(plan: Plan, summary: Summary, path: Path) -> None:
     from deepinfer.metrics.timeline import to_chrome_trace
     from deepinfer.registry import load_backend
 
-    (deployment,) = resolve(plan)
+    deployment = next(d for d in resolve(plan) if d.role != "prefill")
     requests = max(round(summary.running_per_gpu * deployment.layout.replica_ranks), 1)
     spans = load_backend("sim").timeline(deployment, requests, summary.mean_context)
     title = f"{plan.model}, one rank, decode step of {requests} requests per replica"

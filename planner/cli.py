@@ -86,17 +86,16 @@ def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
     """Print a plan: pools, memory, prediction, step."""
     from rich.console import Console
 
-    from deepinfer.engine.deployment import resolve
     from deepinfer.layout.plan import load_plan
     from deepinfer.metrics.text import summary_lines
     from deepinfer.workload.spec import describe_workload
-    from planner.report import describe_pool, memory_lines, step_breakdown
+    from planner.describe import describe_pools, memory_lines, serving_deployment, step_breakdown
 
     loaded = load_plan(plan)
-    (deployment,) = resolve(loaded)
+    deployment = serving_deployment(loaded)
     console = Console(highlight=False)
     console.print(f"[bold]{loaded.model}[/] on {loaded.gpus} x {loaded.hardware}, objective {loaded.objective}")
-    console.print(f"pool: {describe_pool(loaded)}")
+    console.print(f"pool: {describe_pools(loaded)}")
     console.print(f"workload: {describe_workload(loaded.workload)}")
     console.print(f"acceptance: {loaded.acceptance.source}")
     _print_pairs(console, "memory of one GPU", memory_lines(deployment))
@@ -136,7 +135,8 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
 
 
 def _print_result(result: Any, top: int, as_json: bool) -> None:
-    from planner.report import describe_pool, finalists_table, pareto_set, why_lines
+    from planner.describe import describe_pools
+    from planner.report import finalists_table, pareto_set, why_lines
 
     if as_json:
         finalists = [f.plan.model_dump(mode="json") | {"failure": f.failure} for f in result.finalists[:top]]
@@ -145,7 +145,7 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
             "plan": result.plan.model_dump(mode="json"),
             "finalists": finalists,
             "pareto": pareto_set(result),
-            "screened": len(result.screening.points),
+            "screened": result.screening.num_screened,
             "refused": refused,
         }
         print(json.dumps(found, indent=2))
@@ -155,12 +155,12 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     console = Console(highlight=False)
     refusals = result.screening.refusals
     console.print(
-        f"{len(result.screening.points):,} points screened, {refusals.total:,} refused "
+        f"{result.screening.num_screened:,} points screened, {refusals.total:,} refused "
         f"({'; '.join(f'{reason}: {n:,}' for reason, n in refusals.counts.most_common(2))})",
         soft_wrap=True,
     )
     console.print(finalists_table(result, top))
-    console.print(f"\n[bold]plan[/]: {describe_pool(result.plan)}", soft_wrap=True)
+    console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
     console.print(f"[bold]why[/]: {why_lines(result)}", soft_wrap=True)
     tau = result.winner.summary.tau
     console.print(

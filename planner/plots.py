@@ -31,7 +31,7 @@ def plot_pareto(result: SearchResult, ax: Axes) -> Axes:
     points, slo, rated = result.screening.points, result.problem.slo, result.problem.load.rate is not None
     user = 1.0 / points.tpot_s
     ax.scatter(user, points.output_per_gpu, s=3, color=GREY, alpha=0.25, linewidths=0, rasterized=True,
-               label=f"{len(points):,} screened points (closed form, means)")  # fmt: skip
+               label=f"{len(points):,} screened plans (closed form, means)")  # fmt: skip
     front = pareto(user, points.output_per_gpu)
     ax.step(
         user[front], points.output_per_gpu[front], where="pre", color=GREY, linewidth=1.2, label="their Pareto front"

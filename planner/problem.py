@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
-from deepinfer.layout.plan import Objective, Slo
+from deepinfer.layout.plan import Objective, RouterName, Slo
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.speculation import Acceptance, default_acceptance
@@ -22,7 +22,9 @@ from deepinfer.workload.spec import (
     Workload,
 )
 from deepinfer.workload.trace import Trace, read_trace, trace_source
-from planner.screen import Load
+from planner.screen import PoolChoice
+from planner.space import Replay
+from planner.steady import Load
 
 DEFAULT_ISL, DEFAULT_OSL = 4000, 1000
 
@@ -42,6 +44,11 @@ class Question:
     objective: Objective = "throughput"
     acceptance: float | None = None
     seed: int = 0
+    pools: PoolChoice = "any"
+    router: RouterName = "least_loaded"
+    replay: Replay | None = None
+    prefill_hardware: str | None = None
+    prefill_gpus: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,16 @@ class Problem:
     source: TraceSource | None
     trace_requests: int
     seed: int
+    pools: PoolChoice = "any"
+    router: RouterName = "least_loaded"
+    replay: Replay = "off"
+    prefill_hardware_name: str | None = None
+    prefill_cluster: ClusterSpec | None = None
+
+    @property
+    def num_gpus(self) -> int:
+        """Accelerators of all kinds."""
+        return self.cluster.num_gpus + (self.prefill_cluster.num_gpus if self.prefill_cluster else 0)
 
     def workload(self, arrivals: ClosedLoop | None, num_requests: int) -> Workload:
         """The workload a finalist is simulated on; `arrivals` only for a load that is not given as a rate."""
@@ -116,13 +133,42 @@ def make_problem(question: Question) -> Problem:
         source=source,
         trace_requests=trace_requests,
         seed=question.seed,
+        pools=question.pools,
+        router=question.router,
+        replay=_replay(model, question.replay),
+        prefill_hardware_name=question.prefill_hardware,
+        prefill_cluster=_prefill_cluster(question),
     )
+
+
+def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
+    """Compact where a model supports it, as its engines serve it by default, unless asked otherwise."""
+    if asked == "compact" and not model.supports_compact_replay:
+        raise UsageError(f"model {model.name} has no bounded layers: --replay compact does not apply")
+    return asked or ("compact" if model.supports_compact_replay else "off")
+
+
+def _prefill_cluster(question: Question) -> ClusterSpec | None:
+    """The accelerators set aside for prefill, if they are."""
+    name, gpus = question.prefill_hardware, question.prefill_gpus
+    if (name is None) != (gpus is None):
+        raise UsageError("--prefill-hardware and --prefill-gpus go together: what prefills, and how many of it")
+    if name is None or gpus is None:
+        return None
+    if question.pools == "mixed":
+        raise UsageError("--prefill-hardware sets a prefill pool aside: it contradicts --pools mixed")
+    return ClusterSpec(load_hardware(name), gpus)
 
 
 def _check_numbers(question: Question) -> None:
     if question.trace is not None and (question.isl is not None or question.osl is not None):
         raise UsageError("--trace brings its own lengths: it cannot be combined with --isl or --osl")
-    for flag, count in (("--gpus", question.gpus), ("--isl", question.isl), ("--osl", question.osl)):
+    for flag, count in (
+        ("--gpus", question.gpus),
+        ("--isl", question.isl),
+        ("--osl", question.osl),
+        ("--prefill-gpus", question.prefill_gpus),
+    ):
         if count is not None and count < 1:
             raise UsageError(f"{flag} must be at least 1, got {count}")
     rate = question.rate

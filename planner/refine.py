@@ -13,16 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.engine.simulate import simulate_plan
+from deepinfer.engine.simulate import parts_of, simulate_plan
 from deepinfer.errors import DeepinferError
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
-from planner.screen import Points, Screening, pareto
+from planner.screen import Candidate, Points, Screening, pareto
+from planner.steady import prefill_requests
 
-ROUNDS = (6, 3, 3)
+ROUNDS = (8, 4, 4)
 """Finalists per round."""
 MAX_PER_LAYOUT = 3
 """Finalists of one layout in the first round, so that the answer is compared with other layouts."""
@@ -66,32 +67,65 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     """The plan of one screened point, with the workload it is to be simulated on."""
     points = screening.points
     candidate = screening.candidates[points.candidate[point]]
-    layout, seqs, nextn = candidate.layout, int(points.max_num_seqs[point]), int(points.nextn[point])
-    settings = EngineSettings(
-        max_num_seqs=seqs,
-        max_tokens_per_step=seqs * (1 + nextn) + int(points.chunk_rows[point]),
-        nextn=nextn,
-        replay=candidate.replay,
-    )
     lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
-    if problem.load.rate is None:
-        users = seqs * (layout.num_ranks // layout.replica_ranks)
-        loop, requests = _closed_loop(users, lifetime)
-        loop = loop.model_copy(update={"concurrency": users * candidate.replicas})
-        workload = problem.workload(loop, requests * candidate.replicas)
-    else:
-        enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
-        workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
-    return Plan(
+    pools = _pools(problem, candidate, points, point)
+    plan = Plan(
         model=problem.model_name,
         hardware=problem.hardware_name,
-        gpus=problem.cluster.num_gpus,
-        pools=(Pool(replicas=candidate.replicas, layout=LayoutSpec.of(layout), settings=settings),),
-        workload=workload,
+        gpus=problem.num_gpus,
+        pools=pools,
+        workload=problem.workload(ClosedLoop(concurrency=1), 1),
         acceptance=problem.acceptance,
         objective=problem.objective,
         slo=problem.slo,
+        router=problem.router,
     )
+    if problem.load.rate is None:
+        parts = parts_of(plan)
+        loop, requests = _closed_loop(max(round(float(points.users[point]) / parts), 1), lifetime)
+        loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
+        workload = problem.workload(loop, requests * parts)
+    else:
+        enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
+        workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
+    return plan.model_copy(update={"workload": workload})
+
+
+def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:
+    """The pools of one point: the prefill pool first, if there is one."""
+    seqs, nextn = int(points.max_num_seqs[point]), int(points.nextn[point])
+    apart = problem.prefill_cluster is not None
+    serving = Pool(
+        role=candidate.kind.role,
+        gpus=problem.cluster.num_gpus if apart else None,
+        replicas=candidate.replicas,
+        layout=LayoutSpec.of(candidate.kind.layout),
+        settings=EngineSettings(
+            max_num_seqs=seqs,
+            max_tokens_per_step=seqs * (1 + nextn) + int(points.chunk_rows[point]),
+            nextn=nextn,
+            replay=candidate.kind.replay,
+        ),
+    )
+    if candidate.prefill is None:
+        return (serving,)
+    rows, replay = int(points.prefill_rows[point]), candidate.prefill.replay
+    settings = EngineSettings(
+        max_num_seqs=int(prefill_requests(np.asarray([rows]), problem.load)[0]),
+        max_tokens_per_step=rows,
+        replay=replay,
+        # The decode pool replays the windows, and computes the first token with them.
+        keep_tokens=1 if replay == "compact" else EngineSettings().keep_tokens,
+    )
+    prefill = Pool(
+        role="prefill",
+        hardware=problem.prefill_hardware_name,
+        gpus=problem.prefill_cluster.num_gpus if problem.prefill_cluster else None,
+        replicas=candidate.prefill_replicas,
+        layout=LayoutSpec.of(candidate.prefill.layout),
+        settings=settings,
+    )
+    return (prefill, serving)
 
 
 def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:
@@ -111,23 +145,25 @@ def choose_points(
 ) -> list[int]:
     """The points worth simulating next: the best that should keep the limits, by what is known so far.
 
-    In the first round no layout gets more than `MAX_PER_LAYOUT` of them, and `spread` points are taken along the Pareto
-    front within the limits.
+    In the first round mixed and split pools get half of them each, no family of candidates more than `MAX_PER_LAYOUT`,
+    and `spread` points are taken along the Pareto front within the limits.
     """
     points = screening.points
     tpot, ttft, output = corrections(problem, screening, known)
-    slo = problem.slo
+    slo, family = problem.slo, _families(screening)
     within = (points.tpot_s * tpot <= slo.tpot_s) & (points.ttft_s * ttft <= slo.ttft_s)
     if not within.any():  # then the fastest, to say how far the limits are
         within = points.tpot_s <= np.min(points.tpot_s) * 1.01
-    chosen: list[int] = []
+    split = points.prefill_rows > 0
+    both = bool(split[within].any() and not split[within].all())
     taken = {finalist.point for finalist in known}
+    chosen: list[int] = []
     for index in _ranked(points, within, points.output_per_gpu * output):
         if len(chosen) >= count - spread:
             break
-        alike = [i for i in chosen if points.candidate[i] == points.candidate[index]]
-        drafts = [i for i in alike if points.nextn[i] == points.nextn[index]]
-        if index not in taken and (known or (len(alike) < MAX_PER_LAYOUT and len(drafts) < 1)):
+        if index in taken:
+            continue
+        if known or _adds_something(points, family, chosen, index, (count - spread) // 2 if both else count):
             chosen.append(index)
     inside = np.flatnonzero(within)
     front = inside[pareto(1.0 / points.tpot_s[inside], points.output_per_gpu[inside])]
@@ -135,12 +171,22 @@ def choose_points(
     return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
 
 
+def _adds_something(
+    points: Points, family: npt.NDArray[np.int64], chosen: Sequence[int], index: int, most_of_a_mode: int
+) -> bool:
+    """Whether a point of the first round differs enough from those already chosen."""
+    alike = [i for i in chosen if family[i] == family[index]]
+    mode = [i for i in chosen if (points.prefill_rows[i] > 0) == (points.prefill_rows[index] > 0)]
+    same_serving = [i for i in alike if points.nextn[i] == points.nextn[index]]
+    return len(mode) < most_of_a_mode and len(alike) < MAX_PER_LAYOUT and not same_serving
+
+
 def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist]) -> tuple[Floats, Floats, Floats]:
     """Per point: simulated over screened TPOT percentile, TTFT percentile and output.
 
     The mean over its layout's finalists, over all finalists for a layout without any, a first guess without those.
     """
-    points, percentile = screening.points, problem.slo.percentile
+    points, percentile, family = screening.points, problem.slo.percentile, _families(screening)
     ratios: dict[int, list[tuple[float, float, float]]] = {}
     for finalist in known:
         if not finalist.failure:
@@ -150,14 +196,19 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
                 summary.ttft_s.at(percentile) / points.ttft_s[i],
                 summary.output_tokens_per_s_per_gpu / points.output_per_gpu[i] if problem.load.rate is None else 1.0,
             )
-            ratios.setdefault(int(points.candidate[i]), []).append(ratio)
+            ratios.setdefault(int(family[i]), []).append(ratio)
     everyone = [ratio for group in ratios.values() for ratio in group]
     default = np.mean(everyone, axis=0) if everyone else np.asarray((*FIRST_GUESS, 1.0))
     table = np.tile(default, (len(screening.candidates), 1))
-    for candidate, group in ratios.items():
-        table[candidate] = np.mean(group, axis=0)
-    tpot, ttft, output = table[points.candidate].T
+    for one, group in ratios.items():
+        table[one] = np.mean(group, axis=0)
+    tpot, ttft, output = table[family].T
     return tpot, ttft, output
+
+
+def _families(screening: Screening) -> npt.NDArray[np.int64]:
+    """Each point's family of candidates."""
+    return np.asarray([c.family for c in screening.candidates], dtype=np.int64)[screening.points.candidate]
 
 
 def _ranked(points: Points, within: npt.NDArray[np.bool_], output: Floats) -> Iterator[int]:

@@ -9,37 +9,26 @@ from typing import cast
 import numpy as np
 from rich.table import Table
 
-from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment
 from deepinfer.files import write_file
 from deepinfer.graph.build.common import PREFILL_GATHER_REUSE
-from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.layout.plan import Plan
-from deepinfer.metrics.summary import Summary
 from deepinfer.metrics.text import summary_lines
-from deepinfer.units import format_bytes, format_seconds
+from deepinfer.units import format_seconds
 from deepinfer.workload.spec import describe_workload
+from planner.describe import (
+    chunk_rows,
+    describe_pools,
+    engines,
+    memory_lines,
+    serving_deployment,
+    step_breakdown,
+)
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
-from planner.screen import pareto
+from planner.screen import Candidate, Points, pareto
 from planner.search import SearchResult
-
-
-def describe_pool(plan: Plan) -> str:
-    """One line: engines, layout and settings of a plan's pool."""
-    pool = plan.pools[0]
-    settings, layout = pool.settings, pool.layout.resolve()
-    return (
-        f"{pool.replicas} x ({layout}) on {layout.num_ranks} GPUs each, {settings.max_num_seqs} requests per attention "
-        f"replica, prefill chunks of {chunk_rows(plan)} rows, nextn {settings.nextn}, replay {settings.replay}"
-    )
-
-
-def chunk_rows(plan: Plan) -> int:
-    """The prefill chunk: prompt rows that a step takes beside a full decode batch."""
-    settings = plan.pools[0].settings
-    return settings.max_tokens_per_step - settings.max_num_seqs * (1 + settings.nextn)
 
 
 def finalists_table(result: SearchResult, top: int) -> Table:
@@ -49,7 +38,7 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     table.add_column("")
     table.add_column("engines", no_wrap=True)
     for name in (
-        "req/\nGPU", "chunk\n/GPU", "nextn", "output\ntok/s/GPU", "tok/s\n/user",
+        "req/\nGPU", "prompt\nrows", "next\nn", "output\ntok/s/GPU", "tok/s\n/user",
         f"TTFT\np{slo.percentile}", f"TPOT\np{slo.percentile}", "ok",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
@@ -59,12 +48,12 @@ def finalists_table(result: SearchResult, top: int) -> Table:
 
 
 def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
-    pool = finalist.plan.pools[0]
+    pool = finalist.plan.serving
     settings, layout = pool.settings, pool.layout.resolve()
     row = [
-        f"{pool.replicas} x {layout}",
+        engines(finalist.plan),
         f"{settings.max_num_seqs / layout.replica_ranks:g}",
-        f"{chunk_rows(finalist.plan) / layout.replica_ranks:g}",
+        f"{_prompt_rows_per_gpu(finalist.plan):g}",
         str(settings.nextn),
     ]
     if finalist.failure:
@@ -80,70 +69,24 @@ def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
     ]
 
 
-def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
-    """What the mean step of a plan's simulation is made of, and what that step is in words.
-
-    Steps with prompt rows and steps without are two shapes; each counts by its share of the steps.
-    """
-    (deployment,) = resolve(plan)
-    figures = plan.prediction
-    assert figures is not None
-    costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
-    nextn, replicas = deployment.settings.nextn, deployment.replicas_per_group
-    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
-    decode = Sequences.decoding(max(decoding, 1.0), float(nextn), figures.mean_context)
-    totals: dict[tuple[str, str], float] = {}
-    for share, rows in ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, figures.prompt_rows)):
-        shape = StepShape(decode, _prompts(plan, figures, rows / replicas))
-        for item in critical_path(graph, shape, costs) if share else ():
-            key = (item.operator, item.stream)
-            totals[key] = totals.get(key, 0.0) + share * item.seconds
-    items = [PathItem(name, stream, seconds) for (name, stream), seconds in totals.items()]
-    requests = "1 request" if decoding < 1.5 else f"{decoding:,.0f} requests"
-    prompt = f"{figures.prompt_rows / replicas:,.0f} prompt rows in {figures.prompt_steps:.0%} of the steps"
-    text = (
-        f"mean step per attention replica ({requests} decoding at a context of {figures.mean_context:,.0f}, {prompt})"
-    )
-    return sorted(items, key=lambda item: -item.seconds), text
-
-
-def _prompts(plan: Plan, figures: Summary, rows: float) -> tuple[Sequences, ...]:
-    """Prompt rows of a replica's step as sequences: whole prompts of the mean computed length, or part of one."""
-    if not rows:
-        return ()
-    computed = figures.input_tokens_per_s_per_gpu * figures.num_gpus * figures.window_s / figures.requests_measured
-    count = max(rows / computed, 1.0)
-    settings = plan.pools[0].settings
-    ended = rows / computed / count  # chunks that end their prompt
-    kept = settings.keep_tokens * ended + 1.0 - ended if settings.replay == "compact" else rows / count
-    return (Sequences(count, rows / count, max(computed - rows, 0.0) / 2, min(kept, rows / count), ended),)
-
-
-def memory_lines(deployment: Deployment) -> list[tuple[str, str]]:
-    """Memory of one GPU, itemised."""
-    budget = deployment.budget
-    lines = [(name, format_bytes(size)) for name, size in budget.items]
-    lines.append(("KV blocks", f"{format_bytes(budget.kv_bytes)} in {budget.num_blocks:,} blocks"))
-    lines.append(
-        (
-            "usable",
-            f"{format_bytes(budget.usable_bytes)} of {format_bytes(deployment.cluster.accelerator.hbm_bytes.value)}",
-        )
-    )
-    return lines
+def _prompt_rows_per_gpu(plan: Plan) -> float:
+    """Prompt rows that a step takes on a GPU of the pool that prefills."""
+    if plan.prefill is not None:
+        return plan.prefill.settings.max_tokens_per_step / plan.prefill.layout.resolve().replica_ranks
+    return chunk_rows(plan.serving) / plan.serving.layout.resolve().replica_ranks
 
 
 def markdown_report(result: SearchResult) -> str:
     """The report of a search, from question to assumptions; the same search gives the same text."""
     problem, plan = result.problem, result.plan
-    (deployment,) = resolve(plan)
+    deployment = serving_deployment(plan)
     slo = problem.slo
     sections = [
-        f"# {problem.model.name} on {problem.cluster.num_gpus} x {problem.hardware_name}",
+        f"# {problem.model.name} on {problem.num_gpus} x {problem.hardware_name}",
         f"Goal: {problem.objective} within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)} at "
         f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
-        f"## The plan\n\n{describe_pool(plan)}.",
-        _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.pools[0].settings.nextn)),
+        f"## The plan\n\n{describe_pools(plan)}.",
+        _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
         _cost_line(result),
         "![latency against throughput](pareto.png)",
         "## Why this one\n\n" + why_lines(result),
@@ -183,12 +126,12 @@ def why_lines(result: SearchResult) -> str:
     others = [f for f in result.finalists[1:] if result.feasible(f)]
     rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
     for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        lines.append(f"{label}, {describe_pool(rival.plan)}, gives {_compared(_worth(result, rival))}.")
+        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(_worth(result, rival))}.")
     return " ".join(lines)
 
 
 def _layout(finalist: Finalist) -> object:
-    return finalist.plan.pools[0].layout
+    return [pool.layout for pool in finalist.plan.pools]
 
 
 def _worth(result: SearchResult, finalist: Finalist) -> float:
@@ -201,7 +144,7 @@ def _worth(result: SearchResult, finalist: Finalist) -> float:
 def _rate_line(result: SearchResult) -> str:
     """How much of the plan a given rate uses."""
     rate, capacity = result.problem.load.rate or 0.0, result.capacity_rps(result.winner)
-    worth = rate / capacity * result.problem.cluster.num_gpus
+    worth = rate / capacity * result.problem.num_gpus
     return (
         f"It could serve about {capacity:.3g} requests/s within the limits (screened means): {rate:g} requests/s use "
         f"{rate / capacity:.1%} of it, the work of {worth:.1f} of its GPUs. Plans are ranked by that capacity."
@@ -248,7 +191,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
 def _markdown_finalists(result: SearchResult) -> str:
     percentile = result.problem.slo.percentile
     header = (
-        "", "engines", "requests/GPU", "chunk rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
+        "", "engines", "requests/GPU", "prompt rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
         f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
     )  # fmt: skip
     points = result.screening.points
@@ -269,10 +212,9 @@ def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
         candidate = result.screening.candidates[points.candidate[i]]
         rows.append(
             {
-                "engines": f"{candidate.replicas} x {candidate.layout}",
-                "replay": candidate.replay,
-                "requests_per_gpu": float(points.max_num_seqs[i] / candidate.layout.replica_ranks),
-                "chunk_rows_per_gpu": float(points.chunk_rows[i] / candidate.layout.replica_ranks),
+                "engines": str(candidate),
+                "requests_per_gpu": float(points.max_num_seqs[i] / candidate.kind.layout.replica_ranks),
+                "prompt_rows_per_gpu": _rows_of(points, candidate, int(i)),
                 "nextn": int(points.nextn[i]),
                 "tokens_per_s_per_user": float(1.0 / points.tpot_s[i]),
                 "output_tokens_per_s_per_gpu": float(points.output_per_gpu[i]),
@@ -282,22 +224,29 @@ def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
     return rows
 
 
+def _rows_of(points: Points, candidate: Candidate, index: int) -> float:
+    """Prompt rows of a step on a GPU of the pool that prefills."""
+    if candidate.prefill is not None:
+        return float(points.prefill_rows[index] / candidate.prefill.layout.replica_ranks)
+    return float(points.chunk_rows[index] / candidate.kind.layout.replica_ranks)
+
+
 def _markdown_pareto(result: SearchResult) -> str:
     rows = [
         (
-            str(p["engines"]), f"{p['requests_per_gpu']:g}", f"{p['chunk_rows_per_gpu']:g}", str(p["nextn"]),
-            str(p["replay"]), f"{p['tokens_per_s_per_user']:.1f}", f"{p['output_tokens_per_s_per_gpu']:,.0f}",
+            str(p["engines"]), f"{p['requests_per_gpu']:g}", f"{p['prompt_rows_per_gpu']:g}", str(p["nextn"]),
+            f"{p['tokens_per_s_per_user']:.1f}", f"{p['output_tokens_per_s_per_gpu']:,.0f}",
             format_seconds(cast("float", p["mean_ttft_s"])),
         )
         for p in pareto_set(result)
     ]  # fmt: skip
-    header = ("engines", "requests/GPU", "chunk rows/GPU", "nextn", "replay", "tok/s/user", "output tok/s/GPU", "TTFT")
+    header = ("engines", "requests/GPU", "prompt rows/GPU", "nextn", "replay", "tok/s/user", "output tok/s/GPU", "TTFT")
     return "Screened means; finalists above are simulated.\n\n" + _markdown_table(header, rows)
 
 
 def _markdown_refusals(result: SearchResult) -> str:
     refusals = result.screening.refusals
-    text = f"{len(result.screening.points):,} points screened, {refusals.total:,} refused:"
+    text = f"{result.screening.num_screened:,} points screened, {refusals.total:,} refused:"
     rows = [(f"{n:,}", reason, refusals.examples[reason]) for reason, n in refusals.counts.most_common()]
     return text + "\n\n" + _markdown_table(("points", "reason", "first example"), rows)
 
@@ -320,7 +269,7 @@ def write_report(result: SearchResult, folder: Path) -> list[Path]:
     """
     figure, ax = new_figure()
     problem = result.problem
-    plot_pareto(result, ax).set_title(f"{problem.model.name} on {problem.cluster.num_gpus} x {problem.hardware_name}")
+    plot_pareto(result, ax).set_title(f"{problem.model.name} on {problem.num_gpus} x {problem.hardware_name}")
     breakdown, bars = new_figure(8.0, 4.6)
     items, title = step_breakdown(result.plan)
     plot_breakdown(items, title, bars)

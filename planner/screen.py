@@ -1,78 +1,66 @@
-"""Screening: every point of the space through the same closed form that the simulator uses, as arrays.
-
-Steady state of one attention replica with R requests: each step verifies 1 + nextn rows per decoding request and
-keeps tau of them; to feed that, prefill has to compute isl / osl prompt rows per kept token. A chunk of C rows
-therefore runs in a share f of the steps, and since the m replicas of a group meet in every expert layer, a step is
-slowed by prefill when any of them has a chunk.
-"""
+"""Screening: engines in steady state become plans, mixed ones and prefill beside decode in every split of the GPUs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.cost.compose import step_cost
-from deepinfer.cost.model import CostModel
-from deepinfer.graph.build import GraphFeatures, build_graph, drafts_in_graph
-from deepinfer.graph.graph import ExecutionGraph
-from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.engine.transfer import Side, kv_transfer
 from deepinfer.hardware.host import HostProfile
 from deepinfer.hardware.spec import ClusterSpec
-from deepinfer.layout.memory import (
-    STATE_SLOTS_RATIO,
-    kv_bytes_per_token,
-    state_bytes_per_request,
-    weight_items,
-    workspace_bytes,
-)
-from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Slo
-from deepinfer.layout.settings import EngineSettings
 from deepinfer.scheduler.speculation import Acceptance
-from planner.space import Refusals, SearchSpace
+from planner.space import EngineKind, Refusals, SearchSpace
+from planner.steady import UTILIZATION, EnginePoints, Floats, Ints, Load, SteadyState, concatenate
 
-Floats = npt.NDArray[np.float64]
-Replay = Literal["off", "compact"]
-
-UTILIZATION = 0.90
-"""Share of the most a queue could serve that a plan is loaded to: queues grow without bound towards 1."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What the workload asks for, in means: prompt rows to compute, outputs, and requests/s for the whole cluster.
-
-    `isl` counts all prompt tokens, `computed` those not expected in the prefix cache. Without a `rate` every point
-    runs at its own number of requests.
-    """
-
-    isl: float
-    computed: float
-    osl: float
-    rate: float | None = None
+PoolChoice = Literal["any", "mixed", "split"]
+"""Whether a plan may have one mixed pool, a prefill and a decode pool, or either."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout with the settings that its graph depends on; points differ in the other settings."""
+    """Pools that points share: engines of a kind, and how many of them; points differ in the other settings.
 
-    layout: ParallelLayout
-    replay: Replay
+    `family` numbers candidates that differ only in how many engines they have.
+    """
+
+    kind: EngineKind
     replicas: int
+    family: int
+    prefill: EngineKind | None = None
+    prefill_replicas: int = 0
+
+    @property
+    def gpus(self) -> int:
+        """Accelerators that the pools use."""
+        used = self.replicas * self.kind.layout.num_ranks
+        return used + (self.prefill_replicas * self.prefill.layout.num_ranks if self.prefill else 0)
+
+    def __str__(self) -> str:
+        serving = f"{self.replicas} x {self.kind.layout}"
+        if self.prefill is None:
+            return serving
+        return f"{self.prefill_replicas} x {self.prefill.layout} > {serving}"
 
 
 @dataclass(frozen=True)
 class Points:
-    """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per cluster GPU."""
+    """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per cluster GPU.
 
-    candidate: npt.NDArray[np.int64]
-    max_num_seqs: npt.NDArray[np.int64]
-    chunk_rows: npt.NDArray[np.int64]
-    nextn: npt.NDArray[np.int64]
-    requests: Floats
+    `max_num_seqs`, `chunk_rows`, `nextn` and `step_s` are those of the pool that decodes; `prefill_rows` of a step of
+    the pool that only prefills (0: there is none). `users` are in the whole system at once.
+    """
+
+    candidate: Ints
+    max_num_seqs: Ints
+    chunk_rows: Ints
+    nextn: Ints
+    prefill_rows: Ints
+    users: Floats
     step_s: Floats
     tpot_s: Floats
     ttft_s: Floats
@@ -82,7 +70,7 @@ class Points:
     def __len__(self) -> int:
         return len(self.candidate)
 
-    def take(self, index: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Points:
+    def take(self, index: Ints | npt.NDArray[np.bool_]) -> Points:
         """A subset of the points."""
         return Points(*(getattr(self, f.name)[index] for f in fields(self)))
 
@@ -91,17 +79,22 @@ class Points:
 class Screening:
     """All points that are feasible in memory and load, and the refused ones counted by reason.
 
-    `best_capacity_rps` is the most requests/s that any point which fits in memory could serve.
+    `best_capacity_rps` is the most requests/s that any point which fits in memory could serve. `num_screened` counts
+    the points that were evaluated: of the splits of two pools between the same engines only the best is kept.
     """
 
     candidates: tuple[Candidate, ...]
     points: Points
     refusals: Refusals
     best_capacity_rps: float
+    num_screened: int
 
 
 class Screen:
-    """Evaluates a search space for one cluster, workload and acceptance."""
+    """Evaluates a search space for one cluster, workload and acceptance.
+
+    With a `prefill_cluster` prompts are prefilled there and decoded on `cluster`; otherwise pools share one cluster.
+    """
 
     def __init__(
         self,
@@ -111,154 +104,148 @@ class Screen:
         acceptance: Acceptance,
         host: HostProfile,
         slo: Slo,
+        pools: PoolChoice = "any",
+        prefill_cluster: ClusterSpec | None = None,
     ) -> None:
-        self.space, self.cluster, self.load, self.acceptance = space, cluster, load, acceptance
-        self.host, self.slo = host, slo
-        self._costs = CostModel(cluster.accelerator)
-        self._defaults = EngineSettings()
+        self.space, self.load, self.slo = space, load, slo
+        self.pools: PoolChoice = "split" if prefill_cluster else pools
+        self.cluster, self.prefill_cluster = cluster, prefill_cluster
+        self._serving = SteadyState(space, cluster, load, acceptance, host)
+        self._prefilling = self._serving
+        if prefill_cluster is not None:
+            there = replace(space, gpus=prefill_cluster.num_gpus)
+            self._prefilling = SteadyState(there, prefill_cluster, load, acceptance, host)
+        self.num_gpus = cluster.num_gpus + (prefill_cluster.num_gpus if prefill_cluster else 0)
         self.refusals = Refusals()
         self._best_capacity_rps = 0.0
+        self._num_screened = 0
 
     def run(self) -> Screening:
         """Screen every point of the space."""
         nextns = self.space.nextn(self.refusals)
         candidates: list[Candidate] = []
         parts: list[Points] = []
-        for layout in self.space.layouts(self.refusals):
-            replicas = self.space.gpus // layout.num_ranks
-            for replay in self.space.replay_modes():
-                candidate = Candidate(layout, cast("Replay", replay), replicas)
-                found = [
-                    p for group in self._graph_groups(nextns) if (p := self._points(candidate, group, len(candidates)))
-                ]
-                if found:
-                    candidates.append(candidate)
-                    parts += found
-        return Screening(tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps)
-
-    def _graph_groups(self, nextns: list[int]) -> list[list[int]]:
-        """Draft lengths that share one graph."""
-        groups: dict[int, list[int]] = {}
-        for nextn in nextns:
-            groups.setdefault(drafts_in_graph(self.space.model, nextn), []).append(nextn)
-        return list(groups.values())
-
-    def _points(self, candidate: Candidate, nextns: list[int], number: int) -> Points | None:
-        """The feasible points of one candidate over requests, chunk and the draft lengths of one graph."""
-        grid = [
-            (requests * candidate.layout.cp, chunk * candidate.layout.cp, nextn)
-            for nextn in nextns
-            for chunk in self.space.chunk_rows_per_gpu
-            for requests in self.space.requests_per_gpu
-        ]
-        table = np.asarray(grid, dtype=np.int64)
-        table = table[self._fits(candidate.layout, table)]
-        if not len(table):
-            return None
-        graph = build_graph(
-            self.space.model, candidate.layout, self.cluster, GraphFeatures("mixed", candidate.replay, nextns[-1])
-        )
-        points = self._steady_state(candidate, graph, table, number)
-        self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps.max()))
-        return points if self.load.rate is None else self._at_rate(candidate, points)
-
-    def _fits(self, layout: ParallelLayout, table: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which rows (max_num_seqs, chunk, nextn) leave KV for all requests at full length; the rest are refused."""
-        model, settings = self.space.model, self._defaults
-        usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
-        weights = sum(size for _, size in weight_items(model, layout))
-        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
-        state = np.asarray([state_bytes_per_request(model, int(n)) for n in range(int(nextn.max()) + 1)])
-        work = workspace_bytes(model, layout, seqs * (1 + nextn) + chunk, seqs * (1 + nextn))
-        slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
-        left = usable - weights - work - slots
-        tokens = self.load.isl + self.load.osl + nextn + 1
-        blocks = np.ceil(tokens / settings.block_tokens) * seqs
-        per_token = np.asarray([kv_bytes_per_token(model, int(n)) for n in range(int(nextn.max()) + 1)])
-        fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
-        too_heavy = np.asarray(weights + work > usable)
-        self.refusals.add("weights and workspace exceed the GPU's memory", f"{layout}", int(too_heavy.sum()))
-        self.refusals.add("the KV of all requests does not fit", f"{layout}", int((~fits & ~too_heavy).sum()))
-        return fits
-
-    def _steady_state(
-        self, candidate: Candidate, graph: ExecutionGraph, table: npt.NDArray[np.int64], number: int
-    ) -> Points:
-        layout, load = candidate.layout, self.load
-        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
-        taus = np.asarray([self.acceptance.tau(int(n)) for n in range(int(nextn.max()) + 1)])
-        tau = taus[table[:, 2]]
-        # Prompt rows per step that keep `decoding` requests supplied; a chunk cannot be exceeded, so fewer decode.
-        rows_per_token = load.computed / load.osl
-        decoding = np.minimum(seqs, chunk / np.maximum(rows_per_token * tau, 1e-9))
-        share = np.minimum(decoding * tau * rows_per_token / chunk, 1.0)
-        quiet_s, busy_s = self._step_seconds(candidate, graph, decoding, chunk, nextn, share)
-        replicas = layout.step_group // layout.replica_ranks
-        any_busy = 1.0 - (1.0 - np.minimum(share, 1.0)) ** replicas
-        step_s = any_busy * busy_s + (1.0 - any_busy) * quiet_s
-        # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
-        busy = np.minimum(share, 0.99)
-        prompt_s = np.ceil(load.computed / chunk) * busy_s
-        ttft_s = prompt_s * (1.0 + busy / (2.0 * (1.0 - busy))) + 0.5 * step_s
-        # Requests that wait for or run their prefill are not decoding.
-        lifetime = ttft_s + load.osl / tau * step_s
-        served = np.minimum(seqs / lifetime, decoding * tau / step_s / load.osl)
-        gpus_used = candidate.replicas * layout.num_ranks
-        replicas_total = gpus_used / layout.replica_ranks
-        return Points(
-            candidate=np.full(len(table), number),
-            max_num_seqs=table[:, 0],
-            chunk_rows=table[:, 1],
-            nextn=table[:, 2],
-            requests=seqs,
-            step_s=step_s,
-            tpot_s=step_s / tau,
-            ttft_s=ttft_s,
-            output_per_gpu=served * load.osl * replicas_total / self.space.gpus,
-            capacity_rps=served * replicas_total,
+        if self.pools != "split":
+            parts += self._mixed(nextns, candidates)
+        if self.pools != "mixed":
+            parts += self._split(nextns, candidates)
+        return Screening(
+            tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps, self._num_screened
         )
 
-    def _step_seconds(
+    def _mixed(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
+        """Plans of one pool: as many engines as the cluster holds."""
+        parts: list[Points] = []
+        for kind in self.space.kinds("mixed", self.refusals):
+            engines = self._serving.mixed(kind, len(candidates), nextns, self.refusals)
+            if engines is None:
+                continue
+            self._num_screened += len(engines)
+            replicas = self.space.gpus // kind.layout.num_ranks
+            per_engine = kind.layout.num_ranks // kind.layout.replica_ranks
+            capacity = engines.capacity_rps * replicas
+            users = engines.max_num_seqs.astype(np.float64) * (replicas * per_engine)
+            found = self._kept(self._points(engines, rate=capacity, capacity=capacity, users=users), f"{kind}")
+            if found is not None:
+                parts.append(found)
+            candidates.append(Candidate(kind, replicas, len(candidates)))
+        return parts
+
+    def _split(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
+        """Plans of two pools: for each pair of engines the split of the GPUs that serves most.
+
+        Of each kind only engines that no other of the kind beats in speed and capacity are paired.
+        """
+        givers = list(self._prefilling.space.kinds("prefill", Refusals()))
+        takers = list(self.space.kinds("decode", Refusals()))
+        prefilling = [self._prefilling.prefill(kind, i, self.refusals) for i, kind in enumerate(givers)]
+        decoding = [self._serving.decode(kind, i, nextns, self.refusals) for i, kind in enumerate(takers)]
+        senders = concatenate(_unbeaten(p, p.ttft_s) for p in prefilling if p)
+        receivers = concatenate(_unbeaten(p, p.tpot_s) for p in decoding if p)
+        found = (self._paired(senders, i, receivers, givers, takers) for i in range(len(senders)))
+        pairs = [pair for pair in found if pair is not None]
+        if not pairs:
+            return []
+        keys = np.concatenate([key for key, _ in pairs])
+        points = _concatenate([point for _, point in pairs])
+        unique, index = np.unique(keys, axis=0, return_inverse=True)
+        families: dict[tuple[int, int], int] = {}
+        first = len(candidates)
+        for giver, taker, num_giving, num_taking in unique.tolist():
+            family = families.setdefault((giver, taker), first + len(families))
+            candidates.append(Candidate(takers[taker], num_taking, family, givers[giver], num_giving))
+        kept = self._kept(replace(points, candidate=first + index.reshape(-1)), "two pools")
+        return [] if kept is None else [kept]
+
+    def _paired(
         self,
-        candidate: Candidate,
-        graph: ExecutionGraph,
-        decoding: Floats,
-        chunk: Floats,
-        nextn: Floats,
-        share: Floats,
-    ) -> tuple[Floats, Floats]:
-        """Seconds of a step without and with a prefill chunk on the busiest replica, host time included."""
-        load, graph_rows = self.load, self._defaults.graph_rows
-        rows = 1.0 + nextn
-        context = np.full_like(decoding, load.isl + load.osl / 2)
-        padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
-        quiet = StepShape(Sequences(padded, rows, context, rows, rows))
-        chunks_per_prompt = np.maximum(load.computed / chunk, 1.0)
-        kept = chunk
-        if candidate.replay == "compact":
-            # Only the last chunk of a prompt holds kept rows; the others run one placeholder.
-            kept = np.minimum(chunk, self._defaults.keep_tokens * np.maximum(chunk / load.computed, 1.0))
-            kept = kept / chunks_per_prompt + (1.0 - 1.0 / chunks_per_prompt)
-        before = np.full_like(chunk, load.isl - load.computed) + np.maximum(load.computed - chunk, 0.0) / 2
-        prompt = Sequences(np.ones_like(chunk), chunk, before, kept, 1.0 / chunks_per_prompt)
-        busy = StepShape(
-            Sequences(decoding, rows, context, rows, rows),
-            (prompt,),
-            mean_rows=decoding * rows + share * chunk,
-            mean_kept_rows=decoding * rows + share * kept,
+        senders: EnginePoints,
+        sender: int,
+        receivers: EnginePoints,
+        givers: Sequence[EngineKind],
+        takers: Sequence[EngineKind],
+    ) -> tuple[Ints, Points] | None:
+        """One prefill engine beside every decode engine, at the split that serves most; and the four counts of each."""
+        giver = givers[senders.kind[sender]]
+        size = np.asarray([kind.layout.num_ranks for kind in takers])[receivers.kind]
+        most = self._prefilling.space.gpus // giver.layout.num_ranks
+        num_giving = np.arange(1, most + 1)[None, :]
+        if self.prefill_cluster is None:
+            num_taking = (self.space.gpus - num_giving * giver.layout.num_ranks) // size[:, None]
+        else:
+            num_taking = np.broadcast_to(self.space.gpus // size[:, None], (len(size), most))
+        can_give = UTILIZATION * senders.capacity_rps[sender] * num_giving
+        rates = np.minimum(can_give, receivers.capacity_rps[:, None] * num_taking)
+        self._num_screened += rates.size
+        best = rates.argmax(axis=1)
+        rows = np.flatnonzero(rates.max(axis=1, initial=0.0) > 0)
+        if not len(rows):
+            return None
+        engines, best = receivers.take(rows), best[rows]
+        rate, giving, taking = rates[rows, best], num_giving[0, best], num_taking[rows, best]
+        waits = senders.ttft_s[sender] + self._transfer_seconds(giver, engines, takers) + engines.ttft_s
+        points = self._points(
+            replace(engines, ttft_s=waits),
+            rate=rate,
+            capacity=np.minimum(can_give[0, best] / UTILIZATION, engines.capacity_rps * taking),
+            prefill_rows=int(senders.chunk_rows[sender]),
         )
-        host = self.host
-        seconds = []
-        for shape, captured in ((quiet, True), (busy, False)):
-            device_s = np.asarray(step_cost(graph, shape, self._costs).seconds) + host.step_gap_s.value
-            host_s = host.submit_seconds(0, len(graph.steps), captured) + decoding * (
-                host.schedule_s_per_request.value + host.deliver_s_per_request.value
-            )
-            seconds.append(np.maximum(device_s, host_s))
-        return seconds[0], seconds[1]
+        return np.stack([np.full(len(rows), senders.kind[sender]), engines.kind, giving, taking], axis=1), points
 
-    def _at_rate(self, candidate: Candidate, points: Points) -> Points | None:
-        """Points as they run under the given rate, one for each chunk and draft length.
+    def _transfer_seconds(self, giver: EngineKind, engines: EnginePoints, takers: Sequence[EngineKind]) -> Floats:
+        """Seconds that a mean prompt's KV is on its way to each engine."""
+        there = Side(giver.layout, self.prefill_cluster or self.cluster)
+        seconds: dict[tuple[int, int], float] = {}
+        for kind, nextn in set(zip(engines.kind.tolist(), engines.nextn.tolist(), strict=True)):
+            transfer = kv_transfer(self.space.model, nextn, there, Side(takers[kind].layout, self.cluster))
+            seconds[kind, nextn] = transfer.seconds(self.load.isl)
+        return np.asarray([seconds[key] for key in zip(engines.kind.tolist(), engines.nextn.tolist(), strict=True)])
+
+    def _points(
+        self, engines: EnginePoints, rate: Floats, capacity: Floats, users: Floats | None = None, prefill_rows: int = 0
+    ) -> Points:
+        """Engines as plans that serve `rate` requests/s; users follow by Little's law if not given."""
+        return Points(
+            candidate=engines.kind,
+            max_num_seqs=engines.max_num_seqs,
+            chunk_rows=engines.chunk_rows,
+            nextn=engines.nextn,
+            prefill_rows=np.full(len(engines), prefill_rows),
+            users=rate * (engines.ttft_s + self.load.osl * engines.tpot_s) if users is None else users,
+            step_s=engines.step_s,
+            tpot_s=engines.tpot_s,
+            ttft_s=engines.ttft_s,
+            output_per_gpu=rate * self.load.osl / self.num_gpus,
+            capacity_rps=capacity,
+        )
+
+    def _kept(self, points: Points, example: str) -> Points | None:
+        """Points to rank; under a rate those that can serve it, as they run then."""
+        self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps.max(initial=0.0)))
+        return points if self.load.rate is None else self._at_rate(points, example)
+
+    def _at_rate(self, points: Points, example: str) -> Points | None:
+        """Points as they run under the given rate, one for each candidate and chunk and draft length.
 
         It may run as many requests as its limits bear (`max_num_seqs`), which sets what it could serve
         (`capacity_rps`, `output_per_gpu`); its latencies are those at the load that the rate brings.
@@ -266,31 +253,47 @@ class Screen:
         rate, slo = self.load.rate or 0.0, self.slo
         bears = (points.tpot_s <= slo.tpot_s) & (points.ttft_s <= slo.ttft_s)
         served = points.capacity_rps * UTILIZATION >= rate
-        self.refusals.add(f"cannot serve {rate:g} requests/s", f"{candidate.layout}", int((~served).sum()))
-        keep: list[int] = []
-        at_load: list[int] = []
-        for chunk, nextn in sorted({(int(c), int(n)) for c, n in zip(points.chunk_rows, points.nextn, strict=True)}):
-            group = (points.chunk_rows == chunk) & (points.nextn == nextn) & served
-            if (group & bears).any():
-                within = np.flatnonzero(group & bears)
-                keep.append(int(within[np.argmax(points.capacity_rps[within])]))
-                at_load.append(int(np.flatnonzero(group)[np.argmin(points.max_num_seqs[group])]))
-        if not keep:
+        self.refusals.add(f"cannot serve {rate:g} requests/s", example, int((~served).sum()))
+        self.refusals.add("breaks the limits at that rate", example, int((served & ~bears).sum()))
+        alike = np.stack([points.candidate, points.chunk_rows, points.nextn, points.prefill_rows], axis=1)
+        _, group = np.unique(alike, axis=0, return_inverse=True)
+        group = group.reshape(-1)
+        most = _last_of_each(group, np.where(served & bears, points.capacity_rps, -1.0))
+        now = _last_of_each(group, np.where(served, -points.max_num_seqs, -np.inf))
+        kept = (served & bears)[most]
+        if not kept.any():
             return None
-        most, now = points.take(np.asarray(keep)), points.take(np.asarray(at_load))
-        replicas = candidate.replicas * candidate.layout.num_ranks // candidate.layout.replica_ranks
-        in_system = rate / replicas * (now.ttft_s + self.load.osl * now.tpot_s)
-        return replace(most, requests=in_system, step_s=now.step_s, tpot_s=now.tpot_s, ttft_s=now.ttft_s)
+        best, light = points.take(most[kept]), points.take(now[kept])
+        return replace(
+            best,
+            users=rate * (light.ttft_s + self.load.osl * light.tpot_s),
+            step_s=light.step_s,
+            tpot_s=light.tpot_s,
+            ttft_s=light.ttft_s,
+        )
 
 
-def _concatenate(parts: list[Points]) -> Points:
+def _last_of_each(group: Ints, value: Floats) -> Ints:
+    """Per group, in order of groups, the index of its largest value."""
+    order = np.lexsort((value, group))
+    last = np.flatnonzero(np.append(np.diff(group[order]) != 0, True))
+    found: Ints = order[last]
+    return found
+
+
+def _unbeaten(engines: EnginePoints, latency_s: Floats) -> EnginePoints:
+    """Engines that no other beats in both latency and capacity."""
+    return engines.take(pareto(1.0 / latency_s, engines.capacity_rps))
+
+
+def _concatenate(parts: Sequence[Points]) -> Points:
     """Points of all candidates as one; no parts make no points."""
-    none = np.zeros(0, dtype=np.int64)
-    empty = Points(none, none, none, none, *(np.zeros(0) for _ in fields(Points)[4:]))
-    return Points(*(np.concatenate([getattr(p, f.name) for p in [empty, *parts]]) for f in fields(Points)))
+    columns: list[Any] = [np.zeros(0, dtype=t) for t in [np.int64] * 5 + [np.float64] * 6]
+    empty = Points(*columns)
+    return Points(*(np.concatenate([getattr(p, f.name) for p in (empty, *parts)]) for f in fields(Points)))
 
 
-def pareto(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
+def pareto(x: Floats, y: Floats) -> Ints:
     """Indices of points that no other beats in both coordinates (larger is better), by increasing x."""
     order = np.lexsort((-y, -x))
     best = np.maximum.accumulate(y[order])

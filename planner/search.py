@@ -20,8 +20,9 @@ from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
 from planner.problem import Problem
 from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
-from planner.screen import UTILIZATION, Screen, Screening
+from planner.screen import Screen, Screening
 from planner.space import SearchSpace
+from planner.steady import UTILIZATION
 
 KEEPS_UP = 0.9
 """Requests finished per request arrived in the window, below which a plan is falling behind."""
@@ -65,8 +66,17 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
 
     Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the limits.
     """
-    space = SearchSpace(problem.model, problem.cluster.num_gpus)
-    screening = Screen(space, problem.cluster, problem.load, problem.acceptance, load_host(), problem.slo).run()
+    space = SearchSpace(problem.model, problem.cluster.num_gpus, problem.replay)
+    screening = Screen(
+        space,
+        problem.cluster,
+        problem.load,
+        problem.acceptance,
+        load_host(),
+        problem.slo,
+        problem.pools,
+        problem.prefill_cluster,
+    ).run()
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
     finalists: list[Finalist] = []

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from deepinfer.errors import UsageError
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.plan import PoolRole
 from deepinfer.model.spec import ModelSpec, MoE
+
+Replay = Literal["off", "compact"]
 
 # Steps of at most a quarter: a coarser grid costs that much output when one point just breaks a limit.
 REQUESTS_PER_GPU = (
@@ -16,6 +20,10 @@ REQUESTS_PER_GPU = (
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
 )
 CHUNK_ROWS_PER_GPU = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+PREFILL_ROWS_PER_GPU = (1024, 2048, 4096, 8192, 16384)
+"""Rows of a step in a pool that only prefills."""
+DECODE_CHUNK_ROWS_PER_GPU = (256, 1024)
+"""Rows for windows to replay in a pool that only decodes."""
 CONTEXT_DEGREES = (1, 2, 4, 8)
 MAX_NEXTN = 7
 
@@ -40,11 +48,27 @@ class Refusals:
 
 
 @dataclass(frozen=True)
+class EngineKind:
+    """One kind of engine: what its graph and its memory depend on, beside the settings in which points differ."""
+
+    role: PoolRole
+    layout: ParallelLayout
+    replay: Replay
+
+    def __str__(self) -> str:
+        return str(self.layout) if self.role == "mixed" else f"{self.role} {self.layout}"
+
+
+@dataclass(frozen=True)
 class SearchSpace:
-    """The dimensions of a search for one model on `gpus` accelerators."""
+    """The dimensions of a search for one model on `gpus` accelerators of one kind.
+
+    `replay` is not one of them: what bounded layers may skip of a prompt is a choice of accuracy, the user's.
+    """
 
     model: ModelSpec
     gpus: int
+    replay: Replay = "off"
     requests_per_gpu: tuple[int, ...] = REQUESTS_PER_GPU
     chunk_rows_per_gpu: tuple[int, ...] = CHUNK_ROWS_PER_GPU
 
@@ -56,9 +80,14 @@ class SearchSpace:
             refusals.add(f"the draft module gives at most {most} drafts", f"nextn {nextn}", points)
         return list(range(min(most, MAX_NEXTN) + 1))
 
-    def replay_modes(self) -> list[str]:
-        """Prompt replay modes of the model."""
-        return ["off", "compact"] if self.model.supports_compact_replay else ["off"]
+    def kinds(self, role: PoolRole, refusals: Refusals) -> Iterator[EngineKind]:
+        """Kinds of engines for a pool.
+
+        One that only decodes has no use for cp: its ranks would each read the whole KV of a replica.
+        """
+        for layout in self.layouts(refusals):
+            if role != "decode" or layout.cp == 1:
+                yield EngineKind(role, layout, self.replay)
 
     def layouts(self, refusals: Refusals) -> Iterator[ParallelLayout]:
         """One engine per step group: several engines side by side are replicas, not another layout.

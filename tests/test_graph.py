@@ -508,6 +508,10 @@ def element(shape: StepShape, i: int) -> StepShape:
         (FLASH, ParallelLayout(dp=8, ep=8), "mixed", "off", 3),
         (PRO, ParallelLayout(dp=4, cp=2, ep=8), "prefill", "off", 0),
         (QWEN, ParallelLayout(dp=2, cp=8, ep=16), "mixed", "off", 0),
+        (QWEN, ParallelLayout(tp=8, etp=8, dcp=2), "mixed", "off", 0),
+        (V3, ParallelLayout(dp=4, tp=4, ep=16, dcp=4), "mixed", "off", 1),
+        (V32, ParallelLayout(dp=4, tp=4, ep=8, etp=2), "mixed", "off", 0),
+        (V41, ParallelLayout(tp=8, ep=8), "mixed", "compact", 5),
     ],
 )
 def test_arrays_of_shapes_cost_what_each_shape_costs(

@@ -276,7 +276,9 @@ def test_a_plan_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_degrees_that_do_not_fit_are_refused_when_resolved() -> None:
-    assert LayoutSpec.of(ParallelLayout(dp=2, cp=4, ep=8)).resolve() == ParallelLayout(dp=2, cp=4, ep=8)
+    layout = ParallelLayout(dp=2, cp=2, tp=4, ep=8, etp=2, redundant_experts=8, dcp=2)
+    assert LayoutSpec.of(layout).resolve() == layout
+    assert str(layout) == "ep8 dp2 cp2 tp4 dcp2 etp2 +8 experts"
     with pytest.raises(UsageError, match="does not divide"):
         LayoutSpec(dp=2, ep=3).resolve()
 

@@ -220,7 +220,7 @@ def test_output_is_at_most_full_acceptance(rate: float) -> None:
     settings = pool.settings.model_copy(update={"async_scheduling": False})
     plan = plan.model_copy(update={"pools": (pool.model_copy(update={"settings": settings}),)})
     (deployment,) = resolve(plan)
-    record = SimBackend().run(deployment, plan.workload, plan.acceptance, generate_requests(plan.workload))
+    record = SimBackend().run((deployment,), plan.workload, plan.acceptance, generate_requests(plan.workload))
     record.window_start_s, record.window_end_s = 0.0, float(record.finish_s.max())
     summary = summarize(record, 1.0, 1.0)
     gpu_seconds = summary.window_s * summary.num_gpus

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,25 +118,33 @@ def test_balancedness_of_eplb_is_the_measured_one(sigma: float) -> None:
     ("sigma", "ep", "redundant", "eplb"),
     [(0.43, 8, 0, False), (0.43, 32, 0, False), (0.7, 32, 32, True), (0.7, 64, 0, True), (1.0, 64, 64, True)],
 )
-@pytest.mark.parametrize("tokens", [256, 4096])
-def test_load_against_a_simulation_of_routing(sigma: float, ep: int, redundant: int, eplb: bool, tokens: int) -> None:
-    """Layers with random popularity; tokens draw top-6 of 384 by Gumbel; copies drawn evenly; EPLB knows all."""
+def test_load_against_a_simulation_of_routing(sigma: float, ep: int, redundant: int, eplb: bool) -> None:
+    """Layers with random popularity; tokens draw top-6 of 384 by Gumbel; copies drawn evenly; EPLB knows all.
+
+    The typical layer is compared: where a single expert decides, the mean of few layers is a matter of luck.
+    """
     rng = np.random.default_rng(2)
-    busiest = []
+    busiest: dict[int, list[float]] = {256: [], 4096: []}
     for _ in range(20):
-        logits = sigma * rng.standard_normal(384)
-        seen = np.argpartition(-(logits + rng.gumbel(size=(4096, 384))), 6, axis=1)[:, :6]
-        weights = np.bincount(seen.ravel(), minlength=384).astype(float) if eplb else rng.random(384)
+        logits = (sigma * rng.standard_normal(384)).astype(np.float32)
+
+        def drawn(tokens: int, logits: Any = logits) -> Any:
+            # Perturbed by Gumbel noise, which is minus the logarithm of an exponential variable.
+            race = rng.standard_exponential((tokens, 384), dtype=np.float32) * np.exp(-logits)
+            return np.argpartition(race, 6, axis=1)[:, :6].ravel()
+
+        weights = np.bincount(drawn(16_384), minlength=384).astype(float) if eplb else rng.random(384)
         slots = place_experts(weights, 384 + redundant, ep)
-        chosen = np.argpartition(-(logits + rng.gumbel(size=(tokens, 384))), 6, axis=1)[:, :6].ravel()
         copies, by_expert = np.bincount(slots, minlength=384), np.argsort(slots, kind="stable")
         first = np.cumsum(copies) - copies
-        ranks = by_expert[first[chosen] + rng.integers(0, copies[chosen])] // (len(slots) // ep)
-        counts = np.bincount(ranks, minlength=ep)
-        busiest.append(counts.max() / counts.mean())
+        for tokens, found in busiest.items():
+            chosen = drawn(tokens)
+            ranks = by_expert[first[chosen] + rng.integers(0, copies[chosen])] // (len(slots) // ep)
+            counts = np.bincount(ranks, minlength=ep)
+            found.append(counts.max() / counts.mean())
     skew = placement_skew(384, 6, 384 + redundant, ep, ExpertLoad(sigma=sigma, drift=0.0, eplb=eplb))
-    found = float(busiest_over_mean(tokens * 6.0, ep, skew))
-    assert found == pytest.approx(np.mean(busiest), rel=0.08)
+    for tokens, found in busiest.items():
+        assert float(busiest_over_mean(tokens * 6.0, ep, skew)) == pytest.approx(np.median(found), rel=0.08)
 
 
 def test_popularity_has_the_measured_gini() -> None:

@@ -82,7 +82,7 @@ def deploy(plan: Plan, num_blocks: int | None = None, host_s: dict[str, float] |
 
 def run(plan: Plan, deployment: Deployment | None = None) -> tuple[RunRecord, list[RequestSpec]]:
     requests = generate_requests(plan.workload)
-    return SIM.run(deployment or deploy(plan), plan.workload, plan.acceptance, requests), requests
+    return SIM.run((deployment or deploy(plan),), plan.workload, plan.acceptance, requests), requests
 
 
 def assert_conserved(record: RunRecord, requests: list[RequestSpec]) -> None:

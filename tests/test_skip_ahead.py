@@ -36,7 +36,7 @@ def deployment_of(model: str, layout: LayoutSpec, replicas: int, workload: Workl
 
 def serve(deployment: Deployment, workload: Workload, every_step: bool) -> RunRecord:
     backend = SimBackend(check_integrity=not every_step, every_step=every_step)
-    return backend.run(deployment, workload, ACCEPTANCE, generate_requests(workload))
+    return backend.run((deployment,), workload, ACCEPTANCE, generate_requests(workload))
 
 
 def assert_same(fast: RunRecord, slow: RunRecord) -> None:
@@ -123,7 +123,7 @@ def count_decisions(backend: SimBackend, deployment: Deployment, workload: Workl
 
     Scheduler.schedule = counted  # type: ignore[method-assign]
     try:
-        backend.run(deployment, workload, ACCEPTANCE, generate_requests(workload))
+        backend.run((deployment,), workload, ACCEPTANCE, generate_requests(workload))
     finally:
         Scheduler.schedule = original  # type: ignore[method-assign]
     return calls

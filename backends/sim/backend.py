@@ -1,25 +1,28 @@
-"""The `sim` backend: serves a workload on the step groups of a deployment, in simulated time."""
+"""The `sim` backend: serves a workload on the pools of a plan, in simulated time."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import simpy
 
 from backends.sim.group import StepGroup
-from backends.sim.steptime import StepTimer
+from backends.sim.handover import FromHandOver, HandOver
+from backends.sim.pool import SimPool, ToUsers
 from backends.sim.timeline import simulate_step
 from backends.sim.verifier import Verifier
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, step_shape
-from deepinfer.metrics.record import RunRecord
+from deepinfer.engine.transfer import Side, kv_transfer
+from deepinfer.metrics.record import PoolRecord, RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import Arrivals, ClosedLoop, Workload
+from deepinfer.workload.spec import ClosedLoop, Workload
 
 WARM_UP = 0.2
 """Share of the time from an open loop's first arrival to its last that passes before measurement starts."""
@@ -32,11 +35,14 @@ class SimBackend:
         self._check_integrity, self._every_step = check_integrity, every_step
 
     def run(
-        self, deployment: Deployment, workload: Workload, acceptance: Acceptance, requests: Sequence[RequestSpec]
+        self,
+        deployments: Sequence[Deployment],
+        workload: Workload,
+        acceptance: Acceptance,
+        requests: Sequence[RequestSpec],
     ) -> RunRecord:
         """Serve the requests as the workload's arrivals say and return what happened."""
-        verifier = Verifier(acceptance, workload.seed, deployment.settings.nextn, len(requests))
-        run = _Run(deployment, workload.arrivals, verifier, len(requests))
+        run = _Run(deployments, workload, acceptance, len(requests))
         for group in run.groups:
             group.check_integrity, group.every_step = self._check_integrity, self._every_step
         return run.serve(requests)
@@ -50,22 +56,44 @@ class SimBackend:
 
 
 class _Run:
-    """One simulation: the step groups, the users who send requests, and the record."""
+    """One simulation: the pools, the users who send requests, and the record."""
 
-    def __init__(self, deployment: Deployment, arrivals: Arrivals, verifier: Verifier, num_requests: int) -> None:
+    def __init__(
+        self, deployments: Sequence[Deployment], workload: Workload, acceptance: Acceptance, num_requests: int
+    ) -> None:
         self.env = simpy.Environment()
-        self._arrivals = arrivals
-        self._block_tokens = deployment.settings.block_tokens
-        num_gpus = deployment.replicas * deployment.gpus_per_replica
-        self.record = RunRecord(num_requests, num_gpus, deployment.step_groups)
-        timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
-        self.groups = [
-            StepGroup(self.env, deployment, timer, verifier, self.record, self._finished)
-            for _ in range(deployment.step_groups)
-        ]
-        self._places = [(g, r) for g in self.groups for r in range(len(g.schedulers))]
+        self._arrivals = workload.arrivals
+        serving = next(d for d in deployments if d.role != "prefill")
+        prefilling = next((d for d in deployments if d.role == "prefill"), None)
+        self._block_tokens = (prefilling or serving).settings.block_tokens
+        self.record = record = RunRecord(num_requests, sum(d.num_gpus for d in deployments), serving.step_groups)
+        self._hand_over: HandOver | None = None
+        outlet = ToUsers(record, self._finished)
+        if prefilling is not None:
+            giver, taker = (Side(d.layout, d.cluster) for d in (prefilling, serving))
+            transfer = kv_transfer(serving.model, serving.settings.nextn, giver, taker)
+            self._hand_over = HandOver(self.env, transfer, record, self._finished, self._close_if_done)
+            outlet = FromHandOver(record, self._finished, self._hand_over)
+
+        def verifier(deployment: Deployment) -> Verifier:
+            return Verifier(acceptance, workload.seed, deployment.settings.nextn, num_requests)
+
+        self._serving = SimPool(self.env, serving, verifier(serving), record.steps, outlet)
+        self._entry = self._serving
+        if prefilling is not None and self._hand_over is not None:
+            record.prefill = PoolRecord(prefilling.num_gpus, prefilling.step_groups)
+            self._entry = SimPool(self.env, prefilling, verifier(prefilling), record.prefill.steps, self._hand_over)
+            self._hand_over.decode = self._serving
+            self._hand_over.replays_windows = serving.scheduler_config().transfer_window > 0
         self._next: Iterator[RequestSpec] = iter(())
         self._last_sent = self.env.event()
+        self._all_sent = False
+
+    @property
+    def groups(self) -> list[StepGroup]:
+        """Step groups of all pools."""
+        prefilling = [] if self._entry is self._serving else self._entry.groups
+        return [*prefilling, *self._serving.groups]
 
     def serve(self, requests: Sequence[RequestSpec]) -> RunRecord:
         self._next = iter(requests)
@@ -83,10 +111,10 @@ class _Run:
             record.window_end_s = last_s if last_s > first_s else self.env.now
         for group in self.groups:
             group.settle()
-            for scheduler in group.schedulers:
-                record.num_preemptions += scheduler.num_preemptions
-                record.num_hit_tokens += scheduler.num_hit_tokens
-                record.num_prompt_tokens += scheduler.num_prompt_tokens
+        for scheduler in (s for group in self.groups for s in group.schedulers):
+            record.num_preemptions += scheduler.num_preemptions
+            record.num_hit_tokens += scheduler.num_hit_tokens
+            record.num_prompt_tokens += scheduler.num_prompt_tokens
         return record
 
     def _serve_closed(self, arrivals: ClosedLoop) -> None:
@@ -104,16 +132,21 @@ class _Run:
             if request.arrival_s > self.env.now:
                 yield self.env.timeout(request.arrival_s - self.env.now)
             self._send(request)
-        for group in self.groups:
-            group.close()
+        self._all_sent = True
+        self._close_if_done()
+
+    def _close_if_done(self) -> None:
+        """Tell the pools when nothing will follow: no request, and no KV on its way between them."""
+        if self._all_sent and not (self._hand_over and self._hand_over.num_open):
+            for pool in {self._entry, self._serving}:
+                pool.close()
 
     def _ramp(self, arrivals: ClosedLoop) -> Generator[simpy.Event, Any, None]:
         for _ in range(arrivals.concurrency):
             self._send_next()
             yield self.env.timeout(arrivals.ramp_s / arrivals.concurrency)
 
-    def _finished(self, request_id: int) -> None:
-        del request_id
+    def _finished(self) -> None:
         if isinstance(self._arrivals, ClosedLoop):
             self._send_next()
 
@@ -125,14 +158,19 @@ class _Run:
             self._last_sent.succeed()
 
     def _send(self, spec: RequestSpec) -> bool:
-        """Give a request to the least loaded attention replica, the first of equals; False when it cannot fit."""
-        now = self.env.now
-        request = engine_request(spec, self._block_tokens, now)
-        group, replica = min(self._places, key=lambda place: place[0].load(place[1]))
-        self.record.arrival_s[spec.id] = now
-        fits = group.schedulers[replica].fits(request)
-        if fits:
-            group.send(replica, request)
+        """Give a request to the pool where it starts; False when it cannot fit in memory there or where it decodes."""
+        request = engine_request(spec, self._block_tokens, self.env.now)
+        self.record.arrival_s[spec.id] = self.env.now
+        if self._hand_over is None:
+            fits = self._serving.fits(request)
+            if fits:
+                self._serving.send(request)
         else:
+            first = replace(request, max_new_tokens=1, keeps_blocks=True)
+            then = replace(request, block_hashes=(), transferred_tokens=request.prompt_tokens)
+            fits = self._entry.fits(first) and self._serving.fits(then)
+            if fits:
+                self._hand_over.enter(then, self._entry.send(first))
+        if not fits:
             self.record.refused.append(spec.id)
         return fits

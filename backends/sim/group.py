@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import simpy
@@ -20,18 +20,39 @@ from deepinfer.engine.core import (
     Arrived,
     Collect,
     Deliver,
+    Fetch,
     Plans,
     Submit,
     Wish,
     run_engine,
 )
 from deepinfer.engine.deployment import Deployment
-from deepinfer.metrics.record import RunRecord, SubmittedStep
+from deepinfer.metrics.record import Floats, StepColumns, SubmittedStep
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
-from deepinfer.scheduler.step import StepResult
+from deepinfer.scheduler.step import Ints, StepResult
 
 Process = Generator[simpy.Event, Any, Any]
+
+
+class Outlet(Protocol):
+    """Where a step group's tokens go, and where the KV of its requests comes from."""
+
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+        """Requests have new tokens; each id occurs once."""
+        ...
+
+    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
+        """The same requests have tokens at each of `times`: a row per time, a column per id."""
+        ...
+
+    def finish(self, request_id: int, now: float) -> None:
+        """A request is complete here."""
+        ...
+
+    def fetch(self, place: tuple[StepGroup, int], request_id: int) -> None:
+        """An attention replica is ready to receive a request's KV."""
+        ...
 
 
 class _Ticket(NamedTuple):
@@ -53,16 +74,18 @@ class StepGroup:
         deployment: Deployment,
         timer: StepTimer,
         verifier: Verifier,
-        record: RunRecord,
-        on_finish: Callable[[int], None],
+        steps: StepColumns,
+        outlet: Outlet,
     ) -> None:
         self._env, self._host, self._timer = env, deployment.host, timer
-        self._verifier, self._record, self._on_finish = verifier, record, on_finish
+        self._verifier, self._steps, self._outlet = verifier, steps, outlet
         self._asynchronous = deployment.settings.async_scheduling
         config = deployment.scheduler_config()
         self.schedulers = [Scheduler(config) for _ in range(deployment.replicas_per_group)]
         self._inbox: list[tuple[int, Request]] = []
         self._queued = [0] * len(self.schedulers)
+        self._received: list[tuple[int, int]] = []
+        self._released: list[tuple[int, int]] = []
         self._bell = env.event()
         self._closed = False
         self._cpu = simpy.Resource(env, capacity=1)
@@ -72,15 +95,24 @@ class StepGroup:
         self.every_step = False
         self._under_way: tuple[Advance, Stretch] | None = None
 
-    def load(self, replica: int) -> int:
-        """Waiting requests count four times (vLLM's data-parallel balancer: 4 x waiting + running)."""
-        scheduler = self.schedulers[replica]
-        return 4 * (scheduler.num_waiting + self._queued[replica]) + scheduler.num_running
+    def num_queued(self, replica: int) -> int:
+        """Requests in the inbox of a replica."""
+        return self._queued[replica]
 
     def send(self, replica: int, request: Request) -> None:
         """Put a request into the inbox of a replica."""
         self._inbox.append((replica, request))
         self._queued[replica] += 1
+        self._ring()
+
+    def receive(self, replica: int, request_id: int) -> None:
+        """A request's KV has arrived from the pool that prefilled it."""
+        self._received.append((replica, request_id))
+        self._ring()
+
+    def release(self, replica: int, request_id: int) -> None:
+        """A request's KV has been read by the pool that decodes it."""
+        self._released.append((replica, request_id))
         self._ring()
 
     def close(self) -> None:
@@ -112,6 +144,10 @@ class StepGroup:
             case Deliver():
                 yield from self._deliver(wish)
                 return None
+            case Fetch(requests):
+                for replica, request_id in requests:
+                    self._outlet.fetch((self, replica), request_id)
+                return None
             case Advance():
                 return (yield from self._advance(wish))
             case Arrivals(block):
@@ -130,7 +166,8 @@ class StepGroup:
             deliver_s=self._host.deliver_seconds(max(len(b) for b in wish.batches if b is not None)),
             gap_s=self._host.step_gap_s.value,
         )
-        stretch = None if self._inbox else plan_stretch(wish, clock, self._timer, self._verifier)
+        news = self._inbox or self._received or self._released
+        stretch = None if news else plan_stretch(wish, clock, self._timer, self._verifier)
         if stretch is None:
             return Advanced(0, tuple(None for _ in wish.batches))
         self._bell = self._env.event()
@@ -155,9 +192,9 @@ class StepGroup:
         batches = [batch for batch in wish.batches if batch is not None]
         everyone = np.concatenate([batch.request_ids for batch in batches])
         kept = stretch.kept[: len(stretch.collected)].sum(axis=1)
-        self._record.steps.append_stretch(stretch.collected_s, stretch.collected, batches, kept)
+        self._steps.append_stretch(stretch.collected_s, stretch.collected, batches, kept)
         if stretch.num_steps:
-            self._record.deliver_stretch(everyone, stretch.kept[: stretch.num_steps], stretch.polls_s)
+            self._outlet.deliver_stretch(everyone, stretch.kept[: stretch.num_steps], stretch.polls_s)
 
     def _land(self, wish: Advance, stretch: Stretch, ahead: _Ticket | None) -> Advanced:
         """Enter what a stretch did into the record, the verifier and the device."""
@@ -175,11 +212,11 @@ class StepGroup:
         return Advanced(stretch.num_steps, tuple(None if b is None else next(parts) for b in wish.batches))
 
     def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
-        if block and not self._inbox and not self._closed:
+        if block and not (self._inbox or self._received or self._released or self._closed):
             self._bell = self._env.event()
             yield self._bell
-        arrived = Arrived(tuple(self._inbox), self._closed)
-        self._inbox = []
+        arrived = Arrived(tuple(self._inbox), self._closed, tuple(self._received), tuple(self._released))
+        self._inbox, self._received, self._released = [], [], []
         self._queued = [0] * len(self.schedulers)
         return arrived
 
@@ -206,20 +243,18 @@ class StepGroup:
         results = self._verifier.results(ticket.plans)
         plans = [plan for plan in ticket.plans if plan is not None]
         kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
-        self._record.steps.append(self._env.now, ticket.seconds, plans, ticket.context_tokens, kept)
+        self._steps.append(self._env.now, ticket.seconds, plans, ticket.context_tokens, kept)
         return results
 
     def _deliver(self, delivery: Deliver) -> Process:
         outputs = [output for output in delivery.outputs if output is not None]
         most = max((len(output.request_ids) for output in outputs), default=0)
         yield from self._busy(self._host.deliver_seconds(most))
-        now, record = self._env.now, self._record
         tokens = np.concatenate([output.tokens for output in outputs])
-        record.deliver(np.concatenate([output.request_ids for output in outputs]), tokens, now)
+        self._outlet.deliver(np.concatenate([output.request_ids for output in outputs]), tokens, self._env.now)
         for output in outputs:
             for request_id in output.finished:
-                record.finish_s[request_id] = now
-                self._on_finish(request_id)
+                self._outlet.finish(request_id, self._env.now)
 
     def _busy(self, seconds: float) -> Process:
         """Hold the engine's CPU thread."""

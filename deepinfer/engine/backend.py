@@ -18,10 +18,15 @@ class Backend(Protocol):
     """Runs deployments. Found by name through `deepinfer.registry`."""
 
     def run(
-        self, deployment: Deployment, workload: Workload, acceptance: Acceptance, requests: Sequence[RequestSpec]
+        self,
+        deployments: Sequence[Deployment],
+        workload: Workload,
+        acceptance: Acceptance,
+        requests: Sequence[RequestSpec],
     ) -> RunRecord:
         """Serve the requests as the workload's arrivals say and return what happened.
 
+        One mixed pool, or one that prefills and one that decodes what the first hands over.
         `acceptance` is what a simulated draft module does; hardware has its own. Deterministic on `sim`.
         """
         ...

@@ -40,10 +40,16 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """(replica, request) pairs; `closed` when no request will ever follow."""
+    """(replica, request) pairs; `closed` when nothing will ever follow.
+
+    Between pools: `received` are (replica, request id) pairs whose KV has been read from another pool, `released` those
+    whose KV another pool has read from here.
+    """
 
     requests: tuple[tuple[int, Request], ...]
     closed: bool
+    received: tuple[tuple[int, int], ...] = ()
+    released: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,16 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetch:
+    """Wants the KV of (replica, request id) pairs read from the pool that prefilled them; answered by None at once.
+
+    Their memory is ready. `Arrived.received` reports each when its KV is there.
+    """
+
+    requests: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Advance:
     """Wants the last decision repeated up to `most` times at once, while no request arrives; answered by `Advanced`.
 
@@ -95,7 +111,7 @@ class Advanced:
     kept: tuple[Ints | None, ...]
 
 
-Wish = Advance | Arrivals | Agree | Submit | Collect | Deliver
+Wish = Advance | Arrivals | Agree | Fetch | Submit | Collect | Deliver
 Answer = Advanced | Arrived | Activity | int | tuple[StepResult | None, ...] | None
 
 
@@ -109,18 +125,20 @@ def run_engine(
     """
     depth = 1 if asynchronous else 0
     in_flight: deque[tuple[int, Plans]] = deque()
-    closed = False
+    closed = stuck = False
     while True:
         if skip_ahead and len(in_flight) == depth:
             yield from _skip_ahead(schedulers)
-        idle = not in_flight and not any(s.num_running or s.num_waiting for s in schedulers)
         if not closed:
-            arrived = yield Arrivals(block=idle)
+            idle = not any(s.num_running or s.num_waiting for s in schedulers)
+            arrived = yield Arrivals(block=not in_flight and (idle or stuck))
             assert isinstance(arrived, Arrived)
             closed = arrived.closed
-            for replica, request in arrived.requests:
-                schedulers[replica].add(request)
+            _take_arrivals(schedulers, arrived)
         plans = tuple(scheduler.schedule() for scheduler in schedulers)
+        fetch = tuple((i, r) for i, scheduler in enumerate(schedulers) for r in scheduler.to_fetch())
+        if fetch:
+            yield Fetch(fetch)
         activity = yield Agree(_activity(plans, busy=bool(in_flight) or not closed))
         if activity == Activity.STEPPING:
             ticket = yield Submit(plans)
@@ -128,8 +146,21 @@ def run_engine(
             in_flight.append((ticket, plans))
         if in_flight and (len(in_flight) > depth or activity != Activity.STEPPING):
             yield from _take_in(schedulers, *in_flight.popleft())
+            stuck = False
         elif activity == Activity.DRAINED:
             return
+        else:
+            # Nothing to compute or in flight: requests wait for KV from another pool, or for one to read theirs.
+            stuck = not in_flight
+
+
+def _take_arrivals(schedulers: Sequence[Scheduler], arrived: Arrived) -> None:
+    for replica, request in arrived.requests:
+        schedulers[replica].add(request)
+    for replica, request_id in arrived.received:
+        schedulers[replica].received(request_id)
+    for replica, request_id in arrived.released:
+        schedulers[replica].release(request_id)
 
 
 def _skip_ahead(schedulers: Sequence[Scheduler]) -> Generator[Wish, Answer, None]:

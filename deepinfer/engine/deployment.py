@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
+from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.memory import MemoryBudget, memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
-from deepinfer.layout.plan import Plan
+from deepinfer.layout.plan import Plan, Pool, PoolRole, RouterName
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
@@ -23,7 +24,8 @@ from deepinfer.scheduler.policy import SchedulerConfig
 class Deployment:
     """`replicas` engines, alike: everything a backend needs to run them, resolved once.
 
-    `gpus_per_replica` is an engine's part of the cluster: its ranks, and its share of accelerators left idle.
+    `num_gpus` is the pool's part of the cluster: its ranks, and its share of accelerators left idle. With a `sample`
+    only so many attention replicas of each step group are run, and stand for the others.
     """
 
     model: ModelSpec
@@ -31,9 +33,12 @@ class Deployment:
     layout: ParallelLayout
     settings: EngineSettings
     replicas: int
-    gpus_per_replica: float
+    num_gpus: float
     budget: MemoryBudget
     host: HostProfile
+    role: PoolRole = "mixed"
+    sample: int | None = None
+    router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
 
     @property
@@ -43,14 +48,20 @@ class Deployment:
 
     @property
     def replicas_per_group(self) -> int:
-        """Attention replicas in one step group."""
-        return self.layout.step_group // self.layout.replica_ranks
+        """Attention replicas in one step group, of those that are run."""
+        return self.sample or self.layout.step_group // self.layout.replica_ranks
+
+    @property
+    def attention_replicas(self) -> int:
+        """Attention replicas over all engines, of those that are run."""
+        return self.step_groups * self.replicas_per_group
 
     def graph(self) -> ExecutionGraph:
         """The execution graph of this engine's steps."""
+        phase: Phase = "prefill" if self.role == "prefill" else "mixed"  # a decode pool replays windows
         chosen = self.settings
         features = GraphFeatures(
-            "mixed", chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
+            phase, chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
         )
         return build_graph(self.model, self.layout, self.cluster, features)
 
@@ -65,6 +76,7 @@ class Deployment:
             num_slots=self.budget.num_slots if self.model.window else 0,
             nextn=settings.nextn,
             window=self.model.window,
+            transfer_window=self.model.window if self.model.supports_compact_replay else 0,
             keep_tokens=settings.keep_tokens if settings.replay == "compact" else None,
             chunk_multiple=self.layout.cp,
             prefix_cache=settings.prefix_cache,
@@ -79,22 +91,47 @@ def fit_to_hardware(model: ModelSpec, accelerator: Accelerator, kv_format: str |
 
 
 def resolve(plan: Plan) -> tuple[Deployment, ...]:
-    """The deployments of a plan's pools.
+    """The deployments of a plan's pools, in their order.
 
     Raises UsageError for what does not fit together and InfeasibleError for what does not fit in memory.
     """
-    model, accelerator, host = load_model(plan.model), load_hardware(plan.hardware), load_host(plan.host)
-    cluster = ClusterSpec(accelerator, plan.gpus)
-    used = sum(pool.replicas * pool.layout.resolve().num_ranks for pool in plan.pools)
-    if used > plan.gpus:
-        raise UsageError(f"the plan's pools use {used} GPUs, its cluster has {plan.gpus}")
+    model, host = load_model(plan.model), load_host(plan.host)
+    ranks = [pool.replicas * pool.layout.resolve().num_ranks for pool in plan.pools]
+    set_aside = [pool.gpus or used for pool, used in zip(plan.pools, ranks, strict=True)]
+    for pool, used, gpus in zip(plan.pools, ranks, set_aside, strict=True):
+        if used > gpus:
+            raise UsageError(f"the {pool.role} pool uses {used} GPUs and has {gpus}")
+    if sum(set_aside) > plan.gpus:
+        raise UsageError(f"the plan's pools use {sum(set_aside)} GPUs, its cluster has {plan.gpus}")
     deployments = []
-    for pool in plan.pools:
-        if pool.role != "mixed":
-            raise UsageError(f"pool role {pool.role!r} is not supported yet: only mixed pools run")
-        layout, settings = pool.layout.resolve(), pool.settings
-        fitted = fit_to_hardware(model, accelerator, settings.kv_format)
-        budget = memory_budget(fitted, layout, accelerator, settings)
-        share = plan.gpus * layout.num_ranks / used
-        deployments.append(Deployment(fitted, cluster, layout, settings, pool.replicas, share, budget, host))
+    for pool, gpus in zip(plan.pools, set_aside, strict=True):
+        accelerator = load_hardware(pool.hardware or plan.hardware)
+        fitted = fit_to_hardware(model, accelerator, pool.settings.kv_format)
+        # Accelerators of a kind that no pool uses are shared out: figures are per accelerator paid for.
+        share = gpus + (plan.gpus - sum(set_aside)) * gpus / sum(set_aside)
+        cluster = ClusterSpec(accelerator, pool.gpus or plan.gpus)
+        deployments.append(_deployment(plan, pool, fitted, cluster, host, share))
+    if len({d.model.kv.name for d in deployments}) > 1:
+        formats = " and ".join(f"{d.model.kv.name} on {d.cluster.accelerator.name}" for d in deployments)
+        raise UsageError(f"pools must keep KV in one format, got {formats}; set kv_format")
     return tuple(deployments)
+
+
+def _deployment(
+    plan: Plan, pool: Pool, model: ModelSpec, cluster: ClusterSpec, host: HostProfile, gpus: float
+) -> Deployment:
+    layout, settings = pool.layout.resolve(), pool.settings
+    budget = memory_budget(model, layout, cluster.accelerator, settings)
+    return Deployment(
+        model=model,
+        cluster=cluster,
+        layout=layout,
+        settings=settings,
+        replicas=pool.replicas,
+        num_gpus=gpus,
+        budget=budget,
+        host=host,
+        role=pool.role,
+        router=plan.router,
+        expert_load=plan.expert_load,
+    )

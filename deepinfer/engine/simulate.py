@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from deepinfer.engine.deployment import Deployment, resolve
@@ -12,6 +13,8 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
+SAMPLED_REPLICAS = 8
+"""Attention replicas of a decode pool that are simulated at least, if it has them."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -19,27 +22,53 @@ def simulate_plan(plan: Plan) -> Summary:
 
     Raises UsageError for a plan that does not fit together and InfeasibleError for one that cannot run.
     """
-    (deployment,) = resolve(plan)
-    workload, deployment = share_of_one_replica(plan.workload, deployment)
-    record = load_backend("sim").run(deployment, workload, plan.acceptance, generate_requests(workload))
+    deployments = resolve(plan)
+    workload, deployments = smallest_part(plan.workload, deployments)
+    record = load_backend("sim").run(deployments, workload, plan.acceptance, generate_requests(workload))
     return summarize(record, plan.slo.ttft_s, plan.slo.tpot_s)
 
 
-def share_of_one_replica(workload: Workload, deployment: Deployment) -> tuple[Workload, Deployment]:
-    """One replica with its part of the users or requests, where that stands for all.
+def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
+    """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    In a closed loop replicas do not affect each other. Poisson arrivals are shared out only when there are more than
-    `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little harder on a replica than the router.
-    Traces, and users that do not divide evenly, are left as they are.
+    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
+    share of each, if need be of the attention replicas of a step group, as long as `SAMPLED_REPLICAS` decode. Poisson
+    arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
+    little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
-    arrivals, replicas, count = workload.arrivals, deployment.replicas, workload.num_requests
+    arrivals, count = workload.arrivals, workload.num_requests
+    parts = _num_parts(deployments)
     share: Arrivals
     match arrivals:
-        case ClosedLoop(concurrency=users) if users % replicas == 0:
-            share = arrivals.model_copy(update={"concurrency": users // replicas})
+        case ClosedLoop(concurrency=users) if users % parts == 0:
+            share = arrivals.model_copy(update={"concurrency": users // parts})
         case PoissonArrivals(rate=rate) if count is not None and count > MAX_ROUTED_REQUESTS:
-            share = PoissonArrivals(rate=rate / replicas)
+            share = PoissonArrivals(rate=rate / parts)
         case _:
-            return workload, deployment
-    part = None if count is None else max(count // replicas, 1)
-    return workload.model_copy(update={"arrivals": share, "num_requests": part}), replace(deployment, replicas=1)
+            return workload, deployments
+    part = None if count is None else max(count // parts, 1)
+    smaller = tuple(_part(deployment, parts) for deployment in deployments)
+    return workload.model_copy(update={"arrivals": share, "num_requests": part}), smaller
+
+
+def parts_of(plan: Plan) -> int:
+    """Into how many alike parts a plan's pools are divided, of which one is simulated."""
+    return _num_parts(resolve(plan))
+
+
+def _num_parts(deployments: tuple[Deployment, ...]) -> int:
+    if len(deployments) == 1:
+        return deployments[0].replicas
+    common = math.gcd(*(d.attention_replicas for d in deployments))
+    decoding = next(d.attention_replicas for d in deployments if d.role == "decode")
+    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or decoding // k >= SAMPLED_REPLICAS))
+
+
+def _part(deployment: Deployment, parts: int) -> Deployment:
+    """One of so many alike parts of a pool: whole engines, or one engine's step group with some of its replicas."""
+    num_gpus = deployment.num_gpus / parts
+    if deployment.replicas % parts == 0:
+        return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
+    replicas, per_group = deployment.attention_replicas // parts, deployment.replicas_per_group
+    groups = next(g for g in range(1, replicas + 1) if replicas % g == 0 and replicas // g <= per_group)
+    return replace(deployment, replicas=groups, sample=replicas // groups, num_gpus=num_gpus)

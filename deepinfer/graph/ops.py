@@ -15,6 +15,11 @@ Stream = Literal["compute", "comm", "copy", "host"]
 Pattern = Literal["all_to_all", "all_gather", "all_reduce"]
 
 
+LOW_LATENCY_ROWS = 256.0
+"""Rows of a rank up to which an exchange runs on low-latency kernels, which send every copy straight to its rank: what
+DeepEP V1's README recommends them for."""
+
+
 class OpKind(StrEnum):
     """Kinds of operators: a backend has one kernel, and a cost profile one set of parameters, for each."""
 

@@ -8,46 +8,49 @@ from itertools import zip_longest
 
 from deepinfer.errors import UsageError
 from deepinfer.graph.graph import Block, ExecutionGraph
-from deepinfer.graph.ops import Message, Operator, OpKind, Work
+from deepinfer.graph.ops import LOW_LATENCY_ROWS, Message, Operator, OpKind, Work
 from deepinfer.graph.shape import StepShape
+from deepinfer.numeric import larger, smaller
 
-LEFT_BY_EXCHANGE = 112 / 132
-"""Share of a Hopper's SMs that DeepEP V1's normal kernels, by default on 20, leave to what runs beside them."""
+TAKEN_BY_EXCHANGE = 20 / 132
+"""Share of a Hopper's SMs that DeepEP V1's normal kernels run on by default; low-latency ones take none in flight."""
 
 
-def two_batch_overlap(graph: ExecutionGraph) -> ExecutionGraph:
+def two_batch_overlap(graph: ExecutionGraph, replica_ranks: int = 1) -> ExecutionGraph:
     """The step as two micro-batches of half its sequences each, whose communication hides behind each other's compute.
 
     Operators are issued in turns that end with what goes over a link (SGLang's and DeepSeek's prefill order): while
     rows of one half travel, the other half computes. Each half reads all the weights that it needs, so small batches
-    lose; and products have `LEFT_BY_EXCHANGE` of the cores. A prompt may be split; that its second half reads the first
-    one's cache again is left out.
+    lose; and large exchanges of the `replica_ranks` that share a replica's rows take cores from products. A prompt may
+    be split; that its second half reads the first one's cache again is left out.
     """
     blocks: dict[Block, Block] = {}
     for block in graph.blocks:
         if block not in blocks:
-            halves = [list(_turns(_half_operators(block, half))) for half in ("a", "b")]
+            halves = [list(_turns(_half_operators(block, half, replica_ranks))) for half in ("a", "b")]
             alternating = [op for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for op in turn]
             blocks[block] = Block(block.name, tuple(alternating))
     return ExecutionGraph(f"{graph.name}, two batches", tuple(blocks[block] for block in graph.blocks))
 
 
-def _half_operators(block: Block, half: str) -> Iterator[Operator]:
+def _half_operators(block: Block, half: str, replica_ranks: int) -> Iterator[Operator]:
     for op in block.operators:
         inputs, outputs = (tuple(f"{slot}/{half}" for slot in slots) for slots in (op.inputs, op.outputs))
-        yield Operator(op.name, op.kind, inputs, outputs, _half_work(op.work), _half_key(op.key), op.stream)
+        work, key = _half_work(op.work, replica_ranks), _half_key(op.key)
+        yield Operator(op.name, op.kind, inputs, outputs, work, key, op.stream)
 
 
-def _half_work(of: Callable[[StepShape], Work]) -> Callable[[StepShape], Work]:
+def _half_work(of: Callable[[StepShape], Work], replica_ranks: int) -> Callable[[StepShape], Work]:
     def work(shape: StepShape) -> Work:
         done = of(shape.half)
-        return replace(done, flops=done.flops / LEFT_BY_EXCHANGE)
+        low_latency = smaller(LOW_LATENCY_ROWS * replica_ranks / larger(shape.half.rows, 1e-9), 1.0)
+        return replace(done, flops=done.flops / (1.0 - TAKEN_BY_EXCHANGE * (1.0 - low_latency)))
 
     return work
 
 
 def _half_key(of: Callable[[StepShape], Hashable]) -> Callable[[StepShape], Hashable]:
-    return lambda shape: of(shape.half)
+    return lambda shape: (of(shape.half), shape.rows)
 
 
 def _turns(operators: Iterator[Operator]) -> Iterator[list[Operator]]:

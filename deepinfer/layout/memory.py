@@ -51,8 +51,8 @@ def memory_budget(
     """What one rank holds, and how many KV blocks are left.
 
     Every cp rank of a replica keeps the replica's whole KV, and so does every tp rank, but for key and value heads
-    that tp splits. Raises UsageError when the model does not divide over the layout, and InfeasibleError when weights,
-    workspace and state leave no room for the KV of a single block per request.
+    that tp splits and the context that dcp shares. Raises UsageError when the model does not divide over the layout,
+    and InfeasibleError when weights, workspace and state leave no room for the KV of a single block per request.
     """
     check_sharding(model, layout)
     usable = accelerator.hbm_bytes.value * settings.memory_utilization
@@ -63,7 +63,7 @@ def memory_budget(
         ("workspace", float(workspace_bytes(model, layout, settings.max_tokens_per_step, logit_rows))),
         ("request state", num_slots * state_bytes_per_request(model, settings.nextn)),
     )
-    block_bytes = kv_bytes_per_token(model, settings.nextn, layout.tp) * settings.block_tokens
+    block_bytes = kv_bytes_per_token(model, settings.nextn, layout.tp, layout.dcp) * settings.block_tokens
     left = usable - sum(size for _, size in items)
     num_blocks = int(left // block_bytes)
     if num_blocks < settings.max_num_seqs:
@@ -76,10 +76,10 @@ def memory_budget(
     return MemoryBudget(usable, items, block_bytes, num_blocks, num_slots)
 
 
-def kv_bytes_per_token(model: ModelSpec, nextn: int, tp: int = 1) -> float:
+def kv_bytes_per_token(model: ModelSpec, nextn: int, tp: int = 1, dcp: int = 1) -> float:
     """Global KV of one token on one rank, bytes; with drafts also the draft module's."""
     whole = model.kv_bytes_per_token + (model.draft_kv_bytes_per_token if nextn else 0.0)
-    return whole * kv_share(model.layers[0].attention, tp)
+    return whole * kv_share(model.layers[0].attention, tp) / dcp
 
 
 @lru_cache(maxsize=256)

@@ -15,6 +15,7 @@ from deepinfer.errors import UsageError
 class ParallelLayout:
     """Degrees of one engine. Raises UsageError when the two planes do not cover the same ranks.
 
+    Groups of `dcp` of the tp ranks share the context of decoding requests instead of keeping all of it each.
     `redundant_experts` slots beside those of the experts hold copies of popular ones (EPLB), over the `ep` places.
     """
 
@@ -24,13 +25,16 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     redundant_experts: int = 0
+    dcp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "tp", "ep", "etp"):
+        for name in ("dp", "cp", "tp", "ep", "etp", "dcp"):
             if getattr(self, name) < 1:
                 raise UsageError(f"layout: {name} must be at least 1, got {getattr(self, name)}")
         if self.redundant_experts < 0:
             raise UsageError(f"layout: redundant_experts must be at least 0, got {self.redundant_experts}")
+        if self.tp % self.dcp:
+            raise UsageError(f"layout: dcp = {self.dcp} does not divide tp = {self.tp}, whose ranks it groups")
         if self.num_ranks % self.expert_group:
             raise UsageError(
                 f"layout: ep x etp = {self.expert_group} does not divide the {self.num_ranks} ranks of "
@@ -95,6 +99,6 @@ class ParallelLayout:
         return rank // self.expert_group, rank // self.etp % self.ep, rank % self.etp
 
     def __str__(self) -> str:
-        degrees = [("ep", self.ep), ("dp", self.dp), ("cp", self.cp), ("tp", self.tp), ("etp", self.etp)]
-        shown = [f"{name}{size}" for name, size in degrees if size > 1 or name in ("ep", "dp")]
+        degrees = {name: getattr(self, name) for name in ("ep", "dp", "cp", "tp", "dcp", "etp")}
+        shown = [f"{name}{size}" for name, size in degrees.items() if size > 1 or name in ("ep", "dp")]
         return " ".join([*shown, f"+{self.redundant_experts} experts"] if self.redundant_experts else shown)

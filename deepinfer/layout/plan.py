@@ -7,11 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from deepinfer.errors import UsageError
 from deepinfer.files import first_fault, read_json
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.scheduler.speculation import Acceptance
@@ -20,6 +21,8 @@ from deepinfer.workload.spec import Workload
 PLAN_VERSION = 1
 
 Objective = Literal["throughput", "cost", "energy", "gpus"]
+PoolRole = Literal["mixed", "prefill", "decode"]
+RouterName = Literal["round_robin", "least_loaded", "cache_aware"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -36,6 +39,7 @@ class LayoutSpec(BaseModel):
     ep: int = 1
     etp: int = 1
     redundant_experts: int = 0
+    dcp: int = 1
 
     @classmethod
     def of(cls, layout: ParallelLayout) -> LayoutSpec:
@@ -48,11 +52,16 @@ class LayoutSpec(BaseModel):
 
 
 class Pool(BaseModel):
-    """`replicas` engines of one role, alike in layout and settings."""
+    """`replicas` engines of one role, alike in layout and settings.
+
+    Its accelerators are `gpus` of kind `hardware`; without these, its ranks of the plan's kind.
+    """
 
     model_config = _STRICT
 
-    role: Literal["mixed", "prefill", "decode", "encode"] = "mixed"
+    role: PoolRole = "mixed"
+    hardware: str | None = None
+    gpus: Annotated[int, Field(ge=1)] | None = None
     replicas: Annotated[int, Field(ge=1)]
     layout: LayoutSpec
     settings: EngineSettings
@@ -73,7 +82,10 @@ class Slo(BaseModel):
 
 
 class Plan(BaseModel):
-    """What to run, on what, for which workload and goal, and what the planner expects of it."""
+    """What to run, on what, for which workload and goal, and what the planner expects of it.
+
+    `gpus` counts every accelerator paid for, of whatever kind and whether a pool uses it or not.
+    """
 
     model_config = _STRICT
 
@@ -87,7 +99,26 @@ class Plan(BaseModel):
     objective: Objective = "throughput"
     slo: Slo = Slo()
     host: str = "deepinfer"
+    router: RouterName = "least_loaded"
+    expert_load: ExpertLoad = TYPICAL_LOAD
     prediction: Summary | None = None
+
+    @model_validator(mode="after")
+    def _pools_that_serve(self) -> Plan:
+        roles = sorted(pool.role for pool in self.pools)
+        if roles not in (["mixed"], ["decode", "prefill"]):
+            raise ValueError(f"pools must be one mixed, or one prefill and one decode, got {', '.join(roles)}")
+        return self
+
+    @property
+    def serving(self) -> Pool:
+        """The pool that decodes."""
+        return next(pool for pool in self.pools if pool.role != "prefill")
+
+    @property
+    def prefill(self) -> Pool | None:
+        """The pool that only prefills, if there is one."""
+        return next((pool for pool in self.pools if pool.role == "prefill"), None)
 
     def to_json(self) -> str:
         """The plan as the text of its file."""

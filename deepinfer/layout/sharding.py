@@ -12,6 +12,7 @@ from deepinfer.model.spec import (
     Attention,
     CompressedAttention,
     GroupedQueryAttention,
+    LatentAttention,
     LayerSpec,
     ModelSpec,
     MoE,
@@ -56,9 +57,21 @@ def _check_heads(model: ModelSpec, layout: ParallelLayout, attention: Attention)
         counts.append(attention.o_groups)
     if isinstance(attention, GroupedQueryAttention) and layout.tp % attention.num_kv_heads:
         counts.append(attention.num_kv_heads)
+    _check_context(model, layout, attention)
     for count in counts:
         if count % layout.tp:
             raise UsageError(f"layout {layout}: {count} heads or groups of {model.name} do not divide over tp")
+
+
+def _check_context(model: ModelSpec, layout: ParallelLayout, attention: Attention) -> None:
+    """Only ranks with the same KV can share it, and only attention to all of the context is modelled so."""
+    if layout.dcp == 1:
+        return
+    if isinstance(attention, CompressedAttention) or (isinstance(attention, LatentAttention) and attention.indexer):
+        raise UsageError(f"layout {layout}: dcp is not modelled for the sparse attention of {model.name}")
+    alike = layout.tp if isinstance(attention, LatentAttention) else max(1, layout.tp // attention.num_kv_heads)
+    if layout.dcp > alike:
+        raise UsageError(f"layout {layout}: at most {alike} tp ranks of {model.name} hold the same KV for dcp to share")
 
 
 def weight_share(model: ModelSpec, layout: ParallelLayout, group: Parameters) -> float:

@@ -23,6 +23,9 @@ class RunRecord:
     output tokens. `steps` has a row per step of any engine. Counters
     cover the whole run; rates and percentiles are taken in the window. `step_groups` engines step independently;
     `num_gpus` is their part of the cluster, idle accelerators included.
+
+    Where one pool prefills for another, `steps` and `step_groups` are those of the pool that decodes, `prefill` has
+    those of the other, and `transfers` what went between them; `num_gpus` counts both.
     """
 
     def __init__(self, num_requests: int, num_gpus: float, step_groups: int) -> None:
@@ -42,6 +45,8 @@ class RunRecord:
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
         self.refused: list[int] = []
+        self.prefill: PoolRecord | None = None
+        self.transfers: TransferRecord | None = None
 
     def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
         """Note that requests got new tokens at `now`; each id occurs once."""
@@ -77,6 +82,29 @@ class RunRecord:
         seconds = [np.zeros(0), *(x[1] for x in inside)]
         counts = [np.zeros(0, dtype=np.int64), *(x[2] for x in inside)]
         return np.concatenate(seconds), np.concatenate(counts), sum(x[3] for x in inside)
+
+
+class PoolRecord:
+    """Steps of the engines of one pool, which step in `step_groups` groups on `num_gpus` accelerators."""
+
+    def __init__(self, num_gpus: float, step_groups: int) -> None:
+        self.num_gpus, self.step_groups = num_gpus, step_groups
+        self.steps = StepColumns()
+
+
+class TransferRecord:
+    """Transfers of KV between two pools, in order of their ends: end, seconds from request to end, bytes moved."""
+
+    def __init__(self) -> None:
+        self.end_s: array[float] = array("d")
+        self.seconds: array[float] = array("d")
+        self.num_bytes: array[float] = array("d")
+
+    def append(self, end_s: float, seconds: float, num_bytes: float) -> None:
+        """Note a transfer."""
+        self.end_s.append(end_s)
+        self.seconds.append(seconds)
+        self.num_bytes.append(num_bytes)
 
 
 class SubmittedStep(NamedTuple):

@@ -28,6 +28,30 @@ class Percentiles(BaseModel):
         return {50: self.p50, 90: self.p90, 95: self.p95, 99: self.p99}[percentile]
 
 
+class PrefillFigures(BaseModel):
+    """A pool that only prefills, on `num_gpus`: its steps, and the prompt rows of an engine's mean step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_gpus: float
+    steps_per_s: float
+    prompt_rows: float
+    device_busy: float
+
+
+class TransferFigures(BaseModel):
+    """KV that went from the prefill to the decode pool: requests, bytes over all links, and how long one took.
+
+    `seconds` run from the decode pool's readiness to the arrival of the KV, waiting for links included.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    requests: int
+    bytes_per_request: float
+    seconds: Percentiles
+
+
 class Summary(BaseModel):
     """A run in figures, over its measurement window. The three throughputs are different things:
 
@@ -38,6 +62,9 @@ class Summary(BaseModel):
     ITL the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
     `goodput` is the share of measured requests within the limits. A share `prompt_steps` of the steps has prompt rows,
     `prompt_rows` of an engine each.
+
+    Of a plan with two pools, what concerns steps is the decode pool's, except for `input_tokens_per_s_per_gpu`; all
+    figures per GPU count both pools' GPUs. `prefill` and `transfer` have the rest.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,6 +93,8 @@ class Summary(BaseModel):
     device_busy: float
     preemptions: int
     prefix_hit_ratio: float
+    prefill: PrefillFigures | None = None
+    transfer: TransferFigures | None = None
 
 
 def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
@@ -111,7 +140,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         output_tokens_per_s_per_gpu=output / gpu_seconds,
         full_acceptance_tokens_per_s_per_gpu=decode_rows / gpu_seconds,
         steps_per_s=num_steps / seconds / record.step_groups,
-        input_tokens_per_s_per_gpu=prefill_rows / gpu_seconds,
+        input_tokens_per_s_per_gpu=(prefill_rows + _prefill_pool_rows(record)) / gpu_seconds,
         tokens_per_s_per_user=1.0 / tpot_figures.p50 if tpot_figures.p50 > 0 else 0.0,
         tau=kept_tokens / decodes if decodes else 1.0,
         ttft_s=_percentiles(ttft[_within(record.first_token_s, start, end)]),
@@ -127,6 +156,44 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         / (seconds * record.step_groups),
         preemptions=record.num_preemptions,
         prefix_hit_ratio=record.num_hit_tokens / max(record.num_prompt_tokens, 1),
+        prefill=_prefill_figures(record),
+        transfer=_transfer_figures(record),
+    )
+
+
+def _prefill_pool_rows(record: RunRecord) -> int:
+    """Prompt rows of the window that a prefill pool computed."""
+    if record.prefill is None:
+        return 0
+    steps = record.prefill.steps
+    inside = _within(np.asarray(steps.end_s), record.window_start_s, record.window_end_s)
+    return int(np.asarray(steps.prefill_rows)[inside].sum())
+
+
+def _prefill_figures(record: RunRecord) -> PrefillFigures | None:
+    if record.prefill is None:
+        return None
+    pool, start, end = record.prefill, record.window_start_s, record.window_end_s
+    end_s = np.asarray(pool.steps.end_s)
+    num_steps = int(_within(end_s, start, end).sum())
+    group_seconds = (end - start) * pool.step_groups
+    return PrefillFigures(
+        num_gpus=pool.num_gpus,
+        steps_per_s=num_steps / group_seconds,
+        prompt_rows=_prefill_pool_rows(record) / max(num_steps, 1),
+        device_busy=_busy_seconds(end_s, np.asarray(pool.steps.seconds), start, end) / group_seconds,
+    )
+
+
+def _transfer_figures(record: RunRecord) -> TransferFigures | None:
+    if record.transfers is None:
+        return None
+    inside = _within(np.asarray(record.transfers.end_s), record.window_start_s, record.window_end_s)
+    count = int(inside.sum())
+    return TransferFigures(
+        requests=count,
+        bytes_per_request=float(np.asarray(record.transfers.num_bytes)[inside].sum()) / max(count, 1),
+        seconds=_percentiles(np.asarray(record.transfers.seconds)[inside]),
     )
 
 

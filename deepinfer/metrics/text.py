@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deepinfer.metrics.summary import Percentiles, Summary
-from deepinfer.units import format_seconds
+from deepinfer.units import format_bytes, format_seconds
 
 
 def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
@@ -12,7 +12,7 @@ def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
     def spread(figures: Percentiles) -> str:
         return " / ".join(format_seconds(v) for v in (figures.p50, figures.p90, figures.p99))
 
-    return [
+    lines = [
         ("output tokens/s per GPU", f"{summary.output_tokens_per_s_per_gpu:,.1f} (what users receive)"),
         (
             "full-acceptance tokens/s per GPU",
@@ -33,3 +33,15 @@ def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
         ("preemptions", str(summary.preemptions)),
         ("requests too long for the KV pool", str(summary.requests_refused)),
     ]
+    if summary.prefill is not None and summary.transfer is not None:
+        prefill, transfer = summary.prefill, summary.transfer
+        lines += [
+            (
+                "prefill pool",
+                f"busy {prefill.device_busy:.1%}, {prefill.steps_per_s:.2f} steps/s of an engine, "
+                f"{prefill.prompt_rows:,.0f} prompt rows each",
+            ),
+            ("KV transfer", f"{format_bytes(transfer.bytes_per_request)} a request"),
+            ("KV transfer p50 / p90 / p99", spread(transfer.seconds)),
+        ]
+    return lines

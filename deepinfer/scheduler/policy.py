@@ -18,9 +18,10 @@ def first_come_first_served(request: Request) -> tuple[float, int]:
 class SchedulerConfig:
     """Limits and policies, all values: nothing is looked up elsewhere.
 
-    `window` tokens are replayed after a prefix hit (0: the cached KV is complete). With `keep_tokens` only that many
-    last rows of a prompt go through bounded layers (None: all). Chunks that do not end a prompt are multiples of
-    `chunk_multiple`. `order` sorts requests, most urgent first: the last running one is preempted first.
+    `window` tokens are replayed after a prefix hit (0: the cached KV is complete), `transfer_window` after a transfer
+    from another pool (0: it brings the windows along, and the first token has been generated there). With `keep_tokens`
+    only that many last rows of a prompt go through bounded layers (None: all). Chunks that do not end a prompt are
+    multiples of `chunk_multiple`. `order` sorts requests, most urgent first: the last running one is preempted first.
     """
 
     max_num_seqs: int
@@ -30,6 +31,7 @@ class SchedulerConfig:
     num_slots: int = 0
     nextn: int = 0
     window: int = 0
+    transfer_window: int = 0
     keep_tokens: int | None = None
     chunk_multiple: int = 1
     prefix_cache: bool = True

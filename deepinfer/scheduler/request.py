@@ -11,6 +11,10 @@ class Request:
 
     It ends after `max_new_tokens` tokens, or earlier when a step's result says so. `arrival_s` is only carried
     along: the scheduler has no clock.
+
+    Between pools: with `keeps_blocks` its memory outlives it until `Scheduler.release`, for another pool to read. The
+    KV of `transferred_tokens` of its prompt is read from such a pool: it is admitted, waits for `Scheduler.received`,
+    replays windows if they are not transferred, and decodes.
     """
 
     id: int
@@ -18,3 +22,5 @@ class Request:
     max_new_tokens: int
     block_hashes: tuple[int, ...] = ()
     arrival_s: float = 0.0
+    keeps_blocks: bool = False
+    transferred_tokens: int = 0

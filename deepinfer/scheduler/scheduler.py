@@ -55,6 +55,9 @@ class Scheduler:
         self._prefilling: list[Sequence] = []
         self._decoding = DecodeTable(config.max_num_seqs)
         self._draining: list[Sequence] = []
+        self._receiving: dict[int, Sequence] = {}
+        self._kept: dict[int, Sequence] = {}
+        self._to_fetch: list[int] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._next_index = 0
         self._steady_version = -1
@@ -71,7 +74,16 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + len(self._decoding) + len(self._receiving)
+
+    @property
+    def num_kept(self) -> int:
+        """Finished requests whose blocks another pool has still to read."""
+        return len(self._kept)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that the prefix cache holds now."""
+        return len(self.pool.match(request.block_hashes)) * self.config.block_tokens if self.config.prefix_cache else 0
 
     def fits(self, request: Request) -> bool:
         """Whether the request could ever run: its whole KV fits the pool."""
@@ -80,8 +92,30 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `fits`."""
-        bisect.insort(self._waiting, Sequence(request, request.prompt_tokens, 0), key=self._order)
+        sequence = Sequence(request, request.prompt_tokens, 0)
+        sequence.transferred = request.transferred_tokens
+        if request.transferred_tokens and not self.config.transfer_window:
+            sequence.generated = 1
+        bisect.insort(self._waiting, sequence, key=self._order)
         self._steady_version = -1
+
+    def to_fetch(self) -> tuple[int, ...]:
+        """Requests admitted since the last call whose KV is to be read from another pool now: their memory is ready."""
+        fetch, self._to_fetch = tuple(self._to_fetch), []
+        return fetch
+
+    def received(self, request_id: int) -> None:
+        """The KV of a request of `to_fetch` has arrived. Windows that are not transferred are replayed first."""
+        sequence = self._receiving.pop(request_id)
+        self._steady_version = -1
+        if self.config.transfer_window:
+            self._prefilling.append(sequence)
+        else:
+            self._decoding.add(sequence, len(sequence.blocks) * self.config.block_tokens, first_in_flight=0)
+
+    def release(self, request_id: int) -> None:
+        """Another pool has read the KV of a request that ended here with `keeps_blocks`."""
+        self._release(self._kept.pop(request_id))
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when there is nothing to compute."""
@@ -115,6 +149,7 @@ class Scheduler:
             alive = [*self._decoding.sequences, *self._prefilling]
             ended += [s for s in alive if s.request.id in result.stopped and s not in ended]
         for sequence in ended:
+            sequence.keeps_blocks = sequence.request.keeps_blocks
             self._stop(sequence)
         return StepOutput(ids, tokens, tuple(s.request.id for s in ended))
 
@@ -161,10 +196,10 @@ class Scheduler:
         """Assert the invariants between steps; tests call it after every step."""
         self.pool.check_integrity()
         config, table = self.config, self._decoding
-        alive = [*self._prefilling, *table.sequences]
+        alive = [*self._prefilling, *self._receiving.values(), *table.sequences]
         assert len(alive) <= config.max_num_seqs, "too many requests run"
         users: dict[int, int] = {}
-        for sequence in (*alive, *self._draining):
+        for sequence in (*alive, *self._draining, *self._kept.values()):
             for block in sequence.blocks:
                 users[block] = users.get(block, 0) + 1
         assert users == self.pool.references, "block references do not match the tables"
@@ -176,7 +211,7 @@ class Scheduler:
             assert flights == table.column("in_flight")[row], "decode steps in flight miscounted"
         assert (table.column("generated") < table.column("limit")).all(), "a request ran past its end"
         assert (table.column("cached") <= table.column("capacity")).all(), "KV without a block"
-        slots = [s.slot for s in (*alive, *self._draining) if s.slot >= 0]
+        slots = [s.slot for s in (*alive, *self._draining, *self._kept.values()) if s.slot >= 0]
         assert sorted(slots + self._free_slots) == list(range(config.num_slots)), "state slots were lost or shared"
 
     def _order(self, sequence: Sequence) -> tuple[float, int]:
@@ -264,14 +299,15 @@ class Scheduler:
             sequence = self._waiting[0]
             if not self._admit(sequence, draft):
                 return
-            self._plan_chunk(sequence, draft)
+            if not sequence.transferred:
+                self._plan_chunk(sequence, draft)
 
     def _admit(self, sequence: Sequence, draft: _Draft) -> bool:
         """Start a waiting sequence if a place, a slot and blocks for its prompt and first step are free."""
         config = self.config
         if self.num_running >= config.max_num_seqs or (config.num_slots and not self._free_slots):
             return False
-        hit, start = self._prefix_hit(sequence)
+        hit, start = self._transferred_prefix(sequence) if sequence.transferred else self._prefix_hit(sequence)
         needed = self._blocks_for(sequence.target + config.nextn + 1) - len(hit)
         if self.pool.num_free - self.pool.num_unused(hit) < needed:
             return False
@@ -283,11 +319,22 @@ class Scheduler:
         self._append_blocks(sequence, needed, draft)
         sequence.planned = sequence.computed = start
         sequence.published = len(hit)
-        self.num_hit_tokens += len(hit) * config.block_tokens
-        self.num_prompt_tokens += sequence.target
         self._waiting.pop(0)
-        self._prefilling.append(sequence)
+        if sequence.transferred:
+            self._receiving[sequence.request.id] = sequence
+            self._to_fetch.append(sequence.request.id)
+        else:
+            self.num_hit_tokens += len(hit) * config.block_tokens
+            self.num_prompt_tokens += sequence.target
+            self._prefilling.append(sequence)
         return True
+
+    def _transferred_prefix(self, sequence: Sequence) -> tuple[list[int], int]:
+        """No blocks of this pool's cache, and the position from which rows are computed."""
+        start = sequence.transferred
+        if self.config.transfer_window:
+            start = min(start - self.config.transfer_window, sequence.target - (self.config.keep_tokens or 0))
+        return [], max(start, 0)
 
     def _prefix_hit(self, sequence: Sequence) -> tuple[list[int], int]:
         """Cached blocks to reuse, and the position from which rows are computed.
@@ -386,6 +433,10 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        if sequence.keeps_blocks:
+            sequence.keeps_blocks = False
+            self._kept[sequence.request.id] = sequence
+            return
         self.pool.release(sequence.blocks)
         self._steady_version = -1  # a waiting request may fit now
         sequence.blocks = []

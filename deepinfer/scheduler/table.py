@@ -18,6 +18,7 @@ class Sequence:
     `target` tokens are prefilled: the prompt, and what had been generated before a preemption. `planned` and `computed`
     count prefilled tokens in steps decided and in steps committed. `row` is its place in the `DecodeTable`, -1 outside.
     `steps_in_flight` counts its prefill steps not committed; its decode steps are counted there until it stops.
+    `transferred` tokens of it come from another pool; `keeps_blocks` once it has ended and another pool may read them.
     """
 
     request: Request
@@ -30,6 +31,8 @@ class Sequence:
     steps_in_flight: int = 0
     row: int = -1
     slot: int = -1
+    transferred: int = 0
+    keeps_blocks: bool = False
     blocks: list[int] = field(default_factory=list)
 
 
@@ -57,13 +60,13 @@ class DecodeTable:
         view: Ints = self._data[self._index[name], : len(self.sequences)]
         return view
 
-    def add(self, sequence: Sequence, capacity: int) -> None:
-        """Enter a sequence whose last prefill chunk has been decided."""
+    def add(self, sequence: Sequence, capacity: int, first_in_flight: int = 1) -> None:
+        """Enter a sequence whose last prefill chunk has been decided, or (`first_in_flight` 0) is committed."""
         row = sequence.row = len(self.sequences)
         self.sequences.append(sequence)
         request = sequence.request
         self._data[:, row] = (
-            request.id, sequence.target, sequence.generated, request.max_new_tokens, capacity, 0, 1
+            request.id, sequence.target, sequence.generated, request.max_new_tokens, capacity, 0, first_in_flight
         )  # fmt: skip
         self.version += 1
 

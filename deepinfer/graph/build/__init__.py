@@ -50,4 +50,4 @@ def build_graph(
     graph = ExecutionGraph(f"{model.name} {layout} {features.phase} nextn {features.nextn}", blocks)
     if features.moe == "fused":
         graph = fuse_moe(graph)
-    return two_batch_overlap(graph) if features.overlap == "two-batch" else graph
+    return two_batch_overlap(graph, layout.replica_ranks) if features.overlap == "two-batch" else graph

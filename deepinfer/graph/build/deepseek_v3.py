@@ -6,6 +6,7 @@ Decode attends in latent space (absorbed projections); prefill expands the laten
 from __future__ import annotations
 
 from deepinfer.graph.build.common import ACTIVATION_BYTES, BuildContext, OperatorList, decode_group, total
+from deepinfer.graph.build.context import gather_context, gather_queries, merge_outputs
 from deepinfer.graph.build.decoder import decoder_blocks
 from deepinfer.graph.build.latent import absorbed_operators, output_operator, query_operators
 from deepinfer.graph.graph import Block
@@ -34,24 +35,27 @@ def _attention(ctx: BuildContext, ops: OperatorList, layer: LayerSpec, view: Vie
 def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAttention, view: View) -> None:
     """Absorbed: queries into latent space, attention over the latent cache, values back to heads."""
     heads, rank, entry_bytes = ctx.heads(attention.num_heads), attention.kv_lora_rank, ctx.model.kv.main_bytes
-    latent = rank + attention.rope_dim
+    latent, dcp = rank + attention.rope_dim, ctx.layout.dcp
+
+    attending = heads * dcp
 
     def rows(shape: StepShape) -> Num:
         return total(decode_group(view(shape)), lambda s: s.rows) / ctx.cp
 
     def work(shape: StepShape) -> Work:
         sequences, m = decode_group(view(shape)), rows(shape)
-        pairs = total(sequences, lambda s: visible_entries(s.context, s.rows)) / ctx.cp
-        cached = total(sequences, lambda s: s.context + s.rows) / ctx.cp
+        pairs = total(sequences, lambda s: visible_entries(s.context, s.rows)) / (ctx.cp * dcp)
+        cached = total(sequences, lambda s: s.context + s.rows) / (ctx.cp * dcp)
         per_sequence = sequences[0].rows if sequences else 1.0
         return Work(
-            flops=2.0 * heads * (latent + rank) * pairs,
-            bytes_read=cached * entry_bytes + m * heads * latent * ACTIVATION_BYTES,
-            bytes_written=m * heads * rank * ACTIVATION_BYTES,
-            rows=heads * per_sequence,
+            flops=2.0 * attending * (latent + rank) * pairs,
+            bytes_read=cached * entry_bytes + m * attending * latent * ACTIVATION_BYTES,
+            bytes_written=m * attending * rank * ACTIVATION_BYTES,
+            rows=attending * per_sequence,
         )
 
     def core() -> None:
+        gather_queries(ctx, ops, "q_absorbed", rows, heads * latent)
         ops.add(
             "attention_decode",
             OpKind.ATTENTION_DECODE,
@@ -59,6 +63,7 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
             work,
             lambda s: view(s).decode,
         )
+        merge_outputs(ctx, ops, "attn_latent", rows, heads, rank)
 
     absorbed_operators(ctx, ops, attention, rows, core)
 
@@ -84,6 +89,7 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
             rows=pairs / larger(m, 1e-9),
         )
 
+    gather_context(ctx, ops, view, ctx.model.kv.main_bytes)
     ops.gemm("kv_b", ("kv", "keys_values"), cached, attention.kv_lora_rank, width, ctx.model.dense_format)
     ops.add(
         "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill

@@ -15,15 +15,11 @@ from deepinfer.graph.build.common import (
     RowsOf,
     all_reduce_operator,
 )
-from deepinfer.graph.ops import OpKind, Work
+from deepinfer.graph.ops import LOW_LATENCY_ROWS, OpKind, Work
 from deepinfer.graph.shape import StepShape, View
 from deepinfer.layout.placement import busiest_over_mean, expert_slots, placement_skew
 from deepinfer.model.spec import BF16, DenseFFN, MoE
 from deepinfer.numeric import Num, larger, smaller
-
-LOW_LATENCY_ROWS = 256.0
-"""Rows of a rank up to which an exchange over the scale-out network sends every copy straight to its rank: the size
-that DeepEP V1's README recommends its low-latency kernels for."""
 
 
 @dataclass(frozen=True)

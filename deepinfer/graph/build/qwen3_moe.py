@@ -12,13 +12,14 @@ from deepinfer.graph.build.common import (
     gather_kv_operator,
     total,
 )
+from deepinfer.graph.build.context import gather_context, gather_queries, merge_outputs
 from deepinfer.graph.build.decoder import decoder_blocks
 from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
 from deepinfer.layout.sharding import kv_share, local_kv_heads
 from deepinfer.model.spec import GroupedQueryAttention, LayerSpec
-from deepinfer.numeric import larger
+from deepinfer.numeric import Num, larger
 
 
 def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
@@ -59,9 +60,10 @@ def _core(
 ) -> None:
     """Causal attention over the whole context; the queries of a group share their reads of keys and values."""
     heads, kv_bytes = ctx.heads(attention.num_heads), _kv_bytes(ctx, attention)
-    q_dim, group = heads * attention.head_dim, heads // local_kv_heads(attention, ctx.layout.tp)
-
     decoding = phase == "decode"
+    # Ranks that share the context of decoding requests attend for one another.
+    dcp = ctx.layout.dcp if decoding else 1
+    q_dim, group = heads * dcp * attention.head_dim, heads * dcp // local_kv_heads(attention, ctx.layout.tp)
 
     def of_phase(shape: StepShape) -> tuple[Sequences, ...]:
         seen = view(shape)
@@ -69,10 +71,10 @@ def _core(
 
     def work(shape: StepShape) -> Work:
         sequences = of_phase(shape)
-        pairs = total(sequences, lambda s: visible_entries(s.context, s.rows)) / ctx.cp
-        m = total(sequences, lambda s: s.rows) / ctx.cp
+        pairs = total(sequences, lambda s: visible_entries(s.context, s.rows)) / (ctx.cp * dcp)
+        m = rows(shape)
         # The ranks of a replica share its decoding requests; every one of them reads the prompts' whole context.
-        cached = total(sequences, lambda s: s.context + s.rows) / (ctx.cp if decoding else 1)
+        cached = total(sequences, lambda s: s.context + s.rows) / (ctx.cp * dcp if decoding else 1)
         per_sequence = sequences[0].rows if sequences else 1.0
         return Work(
             flops=4.0 * q_dim * pairs,
@@ -81,5 +83,14 @@ def _core(
             rows=group * per_sequence if decoding else pairs / larger(m, 1e-9),
         )
 
+    def rows(shape: StepShape) -> Num:
+        return total(of_phase(shape), lambda s: s.rows) / ctx.cp
+
+    if decoding:
+        gather_queries(ctx, ops, "q", rows, heads * attention.head_dim)
+    else:
+        gather_context(ctx, ops, view, kv_bytes)
     kind = OpKind.ATTENTION_DECODE if decoding else OpKind.ATTENTION_PREFILL
     ops.add(f"attention_{phase}", kind, ("q kv", "attn_heads"), work, of_phase)
+    if decoding:
+        merge_outputs(ctx, ops, "attn_heads", rows, heads, attention.head_dim)

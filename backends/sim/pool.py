@@ -1,0 +1,96 @@
+"""A pool in simulation: its step groups, the replicas that a router chooses from, and where its tokens go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import simpy
+
+from backends.sim.group import Outlet, StepGroup
+from backends.sim.steptime import StepTimer
+from backends.sim.verifier import Verifier
+from deepinfer.cost.model import CostModel
+from deepinfer.engine.deployment import Deployment
+from deepinfer.engine.router import make_router
+from deepinfer.metrics.record import Floats, RunRecord, StepColumns
+from deepinfer.scheduler.request import Request
+from deepinfer.scheduler.step import Ints
+
+Place = tuple[StepGroup, int]
+"""An attention replica: its step group and its number there."""
+
+
+class SimReplica:
+    """An attention replica as a router sees it: what it has been sent counts as waiting."""
+
+    def __init__(self, group: StepGroup, number: int) -> None:
+        self.group, self.number = group, number
+        self._scheduler = group.schedulers[number]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests sent to it and not admitted."""
+        return self._scheduler.num_waiting + self.group.num_queued(self.number)
+
+    @property
+    def num_running(self) -> int:
+        """Requests admitted and not finished."""
+        return self._scheduler.num_running
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of the request's prompt that it has cached."""
+        return self._scheduler.cached_tokens(request)
+
+
+class SimPool:
+    """The engines of one deployment behind a router."""
+
+    def __init__(
+        self, env: simpy.Environment, deployment: Deployment, verifier: Verifier, steps: StepColumns, outlet: Outlet
+    ) -> None:
+        self.deployment = deployment
+        timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
+        self.groups = [
+            StepGroup(env, deployment, timer, verifier, steps, outlet) for _ in range(deployment.step_groups)
+        ]
+        self._replicas = [SimReplica(g, i) for g in self.groups for i in range(len(g.schedulers))]
+        self._choose = make_router(deployment.router)
+
+    def fits(self, request: Request) -> bool:
+        """Whether a replica of the pool, all of which are alike, could ever run the request."""
+        return self.groups[0].schedulers[0].fits(request)
+
+    def send(self, request: Request) -> Place:
+        """Give a request that fits to the replica that the router chooses."""
+        chosen = self._replicas[self._choose(request, self._replicas)]
+        chosen.group.send(chosen.number, request)
+        return chosen.group, chosen.number
+
+    def close(self) -> None:
+        """Nothing will follow."""
+        for group in self.groups:
+            group.close()
+
+
+class ToUsers:
+    """Outlet of a pool that decodes: tokens go to the users, whose times the record keeps."""
+
+    def __init__(self, record: RunRecord, on_finish: Callable[[], None]) -> None:
+        self._record, self._on_finish = record, on_finish
+
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+        """Note that requests got new tokens."""
+        self._record.deliver(request_ids, tokens, now)
+
+    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
+        """Note that the same requests got tokens at each of `times`."""
+        self._record.deliver_stretch(request_ids, tokens, times)
+
+    def finish(self, request_id: int, now: float) -> None:
+        """Note that a request is complete."""
+        self._record.finish_s[request_id] = now
+        self._on_finish()
+
+    def fetch(self, place: Place, request_id: int) -> None:
+        """A pool that nothing is transferred to fetches nothing."""
+        raise AssertionError(f"request {request_id} was not prefilled elsewhere")

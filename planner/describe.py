@@ -1,0 +1,116 @@
+"""Plans in words and numbers: their pools, their memory, and what their mean step is made of."""
+
+from __future__ import annotations
+
+from deepinfer.cost.compose import PathItem, critical_path
+from deepinfer.cost.model import CostModel
+from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.plan import Plan, Pool
+from deepinfer.metrics.summary import Summary
+from deepinfer.units import format_bytes
+
+
+def describe_pools(plan: Plan) -> str:
+    """One line: engines, layout and settings of a plan's pools."""
+    return "; ".join(_describe_pool(pool) for pool in plan.pools)
+
+
+def _describe_pool(pool: Pool) -> str:
+    settings, layout = pool.settings, pool.layout.resolve()
+    engines = f"{pool.replicas} x ({layout}) on {layout.num_ranks} GPUs each"
+    if pool.hardware is not None:
+        engines += f" of {pool.hardware}"
+    if pool.role == "prefill":
+        return f"prefill: {engines}, steps of {settings.max_tokens_per_step} rows, replay {settings.replay}"
+    role = "decode: " if pool.role == "decode" else ""
+    return (
+        f"{role}{engines}, {settings.max_num_seqs} requests per attention replica, prefill chunks of "
+        f"{chunk_rows(pool)} rows, nextn {settings.nextn}, replay {settings.replay}"
+    )
+
+
+def chunk_rows(pool: Pool) -> int:
+    """The prefill chunk: prompt rows that a step takes beside a full decode batch."""
+    settings = pool.settings
+    return settings.max_tokens_per_step - settings.max_num_seqs * (1 + settings.nextn)
+
+
+def engines(plan: Plan) -> str:
+    """A plan's engines for a table: `4x ep8 cp4`, or `4x ep4 > 1x ep32` from prefill to decode."""
+    pools = [plan.prefill, plan.serving] if plan.prefill else [plan.serving]
+    return " > ".join(f"{pool.replicas}x {_short(pool.layout.resolve())}" for pool in pools if pool)
+
+
+def _short(layout: ParallelLayout) -> str:
+    """The layout without its dp, where the other degrees give it."""
+    derived = f"dp{layout.step_group // layout.replica_ranks}"
+    return " ".join(part for part in str(layout).split() if part != derived)
+
+
+def unused_gpus(plan: Plan) -> int:
+    """Accelerators of the cluster that no pool uses."""
+    return plan.gpus - sum(pool.replicas * pool.layout.resolve().num_ranks for pool in plan.pools)
+
+
+def serving_deployment(plan: Plan) -> Deployment:
+    """The deployment of the pool that decodes."""
+    return next(d for d in resolve(plan) if d.role != "prefill")
+
+
+def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
+    """What the mean step of a plan's simulation is made of, and what that step is in words.
+
+    Steps with prompt rows and steps without are two shapes; each counts by its share of the steps.
+    """
+    deployment = serving_deployment(plan)
+    figures = plan.prediction
+    assert figures is not None
+    costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
+    nextn, replicas = deployment.settings.nextn, deployment.replicas_per_group
+    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
+    decode = Sequences.decoding(max(decoding, 1.0), float(nextn), figures.mean_context)
+    totals: dict[tuple[str, str], float] = {}
+    for share, rows in ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, figures.prompt_rows)):
+        shape = StepShape(decode, _prompts(plan, figures, rows / replicas))
+        for item in critical_path(graph, shape, costs) if share else ():
+            key = (item.operator, item.stream)
+            totals[key] = totals.get(key, 0.0) + share * item.seconds
+    items = [PathItem(name, stream, seconds) for (name, stream), seconds in totals.items()]
+    requests = "1 request" if decoding < 1.5 else f"{decoding:,.0f} requests"
+    prompt = f"{figures.prompt_rows / replicas:,.0f} prompt rows in {figures.prompt_steps:.0%} of the steps"
+    text = (
+        f"mean step per attention replica ({requests} decoding at a context of {figures.mean_context:,.0f}, {prompt})"
+    )
+    return sorted(items, key=lambda item: -item.seconds), text
+
+
+def _prompts(plan: Plan, figures: Summary, rows: float) -> tuple[Sequences, ...]:
+    """Prompt rows of a replica's step as sequences: whole prompts of the mean computed length, or part of one."""
+    if not rows:
+        return ()
+    if plan.prefill is None:
+        computed = figures.input_tokens_per_s_per_gpu * figures.num_gpus * figures.window_s / figures.requests_measured
+    else:  # the decode pool's prompt rows are replayed windows
+        config = serving_deployment(plan).scheduler_config()
+        computed = float(max(config.transfer_window, config.keep_tokens or 0))
+    count = max(rows / computed, 1.0)
+    settings = plan.serving.settings
+    ended = rows / computed / count  # chunks that end their prompt
+    kept = settings.keep_tokens * ended + 1.0 - ended if settings.replay == "compact" else rows / count
+    return (Sequences(count, rows / count, max(computed - rows, 0.0) / 2, min(kept, rows / count), ended),)
+
+
+def memory_lines(deployment: Deployment) -> list[tuple[str, str]]:
+    """Memory of one GPU, itemised."""
+    budget = deployment.budget
+    lines = [(name, format_bytes(size)) for name, size in budget.items]
+    lines.append(("KV blocks", f"{format_bytes(budget.kv_bytes)} in {budget.num_blocks:,} blocks"))
+    lines.append(
+        (
+            "usable",
+            f"{format_bytes(budget.usable_bytes)} of {format_bytes(deployment.cluster.accelerator.hbm_bytes.value)}",
+        )
+    )
+    return lines

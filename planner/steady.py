@@ -1,0 +1,297 @@
+"""Engines in steady state, through the same closed form that the simulator uses, as arrays.
+
+An attention replica with R requests: each step verifies 1 + nextn rows per decoding request and keeps tau of them; to
+feed that, prefill has to compute `computed` / osl prompt rows per kept token. A chunk of C rows therefore runs in a
+share f of the steps, and since the m replicas of a group meet in every expert layer, a step is slowed by prefill when
+any of them has a chunk. A pool that only decodes is the same with the replayed windows as its prompt rows; one that
+only prefills computes full chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostModel
+from deepinfer.graph.build import GraphFeatures, build_graph, drafts_in_graph
+from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.hardware.host import HostProfile
+from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.layout.memory import (
+    STATE_SLOTS_RATIO,
+    kv_bytes_per_token,
+    state_bytes_per_request,
+    weight_items,
+    workspace_bytes,
+)
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.settings import EngineSettings
+from deepinfer.model.spec import ModelSpec
+from deepinfer.scheduler.speculation import Acceptance
+from planner.space import (
+    DECODE_CHUNK_ROWS_PER_GPU,
+    PREFILL_ROWS_PER_GPU,
+    EngineKind,
+    Refusals,
+    SearchSpace,
+)
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+UTILIZATION = 0.90
+"""Share of the most a queue could serve that a plan is loaded to: queues grow without bound towards 1."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the workload asks for, in means: prompt rows to compute, outputs, and requests/s for the whole cluster.
+
+    `isl` counts all prompt tokens, `computed` those not expected in the prefix cache. Without a `rate` every point
+    runs at its own number of requests.
+    """
+
+    isl: float
+    computed: float
+    osl: float
+    rate: float | None = None
+
+
+@dataclass(frozen=True)
+class EnginePoints:
+    """Single engines as parallel arrays; `kind` indexes a list of kinds. `capacity_rps` is one engine's.
+
+    `ttft_s` is what this engine adds to the time to first token, its queue at `UTILIZATION` included where it prefills.
+    """
+
+    kind: Ints
+    max_num_seqs: Ints
+    chunk_rows: Ints
+    nextn: Ints
+    step_s: Floats
+    tpot_s: Floats
+    ttft_s: Floats
+    capacity_rps: Floats
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def take(self, index: Ints | npt.NDArray[np.bool_]) -> EnginePoints:
+        """A subset of the points."""
+        return EnginePoints(*(getattr(self, f.name)[index] for f in fields(self)))
+
+
+class SteadyState:
+    """Evaluates kinds of engines of one model on one cluster for one load."""
+
+    def __init__(
+        self, space: SearchSpace, cluster: ClusterSpec, load: Load, acceptance: Acceptance, host: HostProfile
+    ) -> None:
+        self.space, self.model, self.cluster, self.load, self.acceptance = space, space.model, cluster, load, acceptance
+        self.host = host
+        self._costs = CostModel(cluster.accelerator)
+        self._defaults = EngineSettings()
+
+    def mixed(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
+        """Feasible engines of a kind that prefill and decode: requests x chunk x draft length."""
+        return self._serving(kind, number, nextns, self.space.chunk_rows_per_gpu, self.load, refusals)
+
+    def decode(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
+        """Feasible engines of a kind that decode what others prefilled."""
+        replayed = 0.0
+        chunks: tuple[int, ...] = DECODE_CHUNK_ROWS_PER_GPU[:1]
+        if self.model.supports_compact_replay:
+            replayed = float(max(self.model.window, self._defaults.keep_tokens))
+            chunks = DECODE_CHUNK_ROWS_PER_GPU
+        load = Load(self.load.isl, min(replayed, self.load.isl), self.load.osl)
+        return self._serving(kind, number, nextns, chunks, load, refusals)
+
+    def prefill(self, kind: EngineKind, number: int, refusals: Refusals) -> EnginePoints | None:
+        """Feasible engines of a kind that only prefill: rows of a step."""
+        steps = np.asarray(PREFILL_ROWS_PER_GPU, dtype=np.int64) * kind.layout.cp
+        seqs: Ints = prefill_requests(steps, self.load)
+        table: npt.NDArray[np.int64] = np.stack([seqs, steps - seqs, np.zeros_like(steps)], axis=1)
+        table = table[self._fits(kind, table, self.load.isl, refusals)]
+        if not len(table):
+            return None
+        graph = build_graph(self.model, kind.layout, self.cluster, GraphFeatures("prefill", kind.replay, 0))
+        rows: Floats = (table[:, 0] + table[:, 1]).astype(np.float64)
+        step_s = self._prefill_step_seconds(kind, graph, rows)
+        capacity = rows / (self.load.computed * step_s)  # prompts/s of a replica
+        # A prompt waits for the step being computed and, at this utilisation, for those before it (M/D/1).
+        service = np.ceil(self.load.computed / rows) * step_s
+        wait = UTILIZATION / (2.0 * (1.0 - UTILIZATION)) * step_s * np.minimum(1.0, self.load.computed / rows)
+        return EnginePoints(
+            kind=np.full(len(table), number),
+            max_num_seqs=table[:, 0],
+            chunk_rows=rows.astype(np.int64),
+            nextn=table[:, 2],
+            step_s=step_s,
+            tpot_s=np.zeros(len(table)),
+            ttft_s=service + 0.5 * step_s + wait,
+            capacity_rps=capacity * _replicas(kind.layout),
+        )
+
+    def _serving(
+        self,
+        kind: EngineKind,
+        number: int,
+        nextns: list[int],
+        chunks: tuple[int, ...],
+        load: Load,
+        refusals: Refusals,
+    ) -> EnginePoints | None:
+        parts = []
+        for group in _graph_groups(self.model, nextns):
+            grid = [
+                (requests * kind.layout.cp, chunk * kind.layout.cp, nextn)
+                for nextn in group
+                for chunk in chunks
+                for requests in self.space.requests_per_gpu
+            ]
+            table = np.asarray(grid, dtype=np.int64)
+            table = table[self._fits(kind, table, load.isl + load.osl, refusals)]
+            if len(table):
+                features = GraphFeatures("mixed", kind.replay, group[-1])
+                graph = build_graph(self.model, kind.layout, self.cluster, features)
+                parts.append(self._steady_state(kind, graph, table, number, load))
+        return concatenate(parts) if parts else None
+
+    def _fits(self, kind: EngineKind, table: Ints, tokens: float, refusals: Refusals) -> npt.NDArray[np.bool_]:
+        """Which rows (max_num_seqs, chunk, nextn) leave KV for all requests at full length; the rest are refused."""
+        model, settings, layout = self.model, self._defaults, kind.layout
+        usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
+        weights = sum(size for _, size in weight_items(model, layout))
+        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
+        state = np.asarray([state_bytes_per_request(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        work = workspace_bytes(model, layout, seqs * (1 + nextn) + chunk, seqs * (1 + nextn))
+        slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
+        left = usable - weights - work - slots
+        blocks = np.ceil((tokens + nextn + 1) / settings.block_tokens) * seqs
+        per_token = np.asarray([kv_bytes_per_token(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
+        too_heavy = np.asarray(weights + work > usable)
+        refusals.add("weights and workspace exceed the GPU's memory", f"{kind}", int(too_heavy.sum()))
+        refusals.add("the KV of all requests does not fit", f"{kind}", int((~fits & ~too_heavy).sum()))
+        return fits
+
+    def _steady_state(
+        self, kind: EngineKind, graph: ExecutionGraph, table: Ints, number: int, load: Load
+    ) -> EnginePoints:
+        seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
+        taus = np.asarray([self.acceptance.tau(int(n)) for n in range(int(nextn.max()) + 1)])
+        tau = taus[table[:, 2]]
+        # Prompt rows per step that keep `decoding` requests supplied; a chunk cannot be exceeded, so fewer decode.
+        rows_per_token = load.computed / load.osl
+        decoding = np.minimum(seqs, chunk / np.maximum(rows_per_token * tau, 1e-9))
+        share = np.minimum(decoding * tau * rows_per_token / chunk, 1.0)
+        quiet_s, busy_s = self._step_seconds(kind, graph, decoding, chunk, nextn, share, load)
+        any_busy = 1.0 - (1.0 - np.minimum(share, 1.0)) ** _replicas(kind.layout)
+        step_s = any_busy * busy_s + (1.0 - any_busy) * quiet_s
+        ttft_s = 0.5 * step_s
+        if load.computed:
+            # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
+            busy = np.minimum(share, 0.99)
+            ttft_s = ttft_s + np.ceil(load.computed / chunk) * busy_s * (1.0 + busy / (2.0 * (1.0 - busy)))
+        # Requests that wait for or run their prefill are not decoding.
+        lifetime = ttft_s + load.osl / tau * step_s
+        served = np.minimum(seqs / lifetime, decoding * tau / step_s / load.osl)
+        return EnginePoints(
+            kind=np.full(len(table), number),
+            max_num_seqs=table[:, 0],
+            chunk_rows=table[:, 1],
+            nextn=table[:, 2],
+            step_s=step_s,
+            tpot_s=step_s / tau,
+            ttft_s=ttft_s,
+            capacity_rps=served * _replicas(kind.layout),
+        )
+
+    def _step_seconds(
+        self,
+        kind: EngineKind,
+        graph: ExecutionGraph,
+        decoding: Floats,
+        chunk: Floats,
+        nextn: Floats,
+        share: Floats,
+        load: Load,
+    ) -> tuple[Floats, Floats]:
+        """Seconds of a step without and with a prefill chunk on the busiest replica, host time included."""
+        graph_rows = self._defaults.graph_rows
+        rows = 1.0 + nextn
+        context = np.full_like(decoding, load.isl + load.osl / 2)
+        padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
+        # Chunks do not matter here: many points are the same step.
+        alike, index = np.unique(np.stack([decoding, padded, rows, context]), axis=1, return_inverse=True)
+        quiet = StepShape(Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]))
+        quiet_s = self._seconds(graph, quiet, alike[0], captured=True)[index.reshape(-1)]
+        if not load.computed:
+            return quiet_s, quiet_s
+        chunks_per_prompt = np.maximum(load.computed / chunk, 1.0)
+        kept = chunk
+        if kind.replay == "compact":
+            # Only the last chunk of a prompt holds kept rows; the others run one placeholder.
+            kept = np.minimum(chunk, self._defaults.keep_tokens * np.maximum(chunk / load.computed, 1.0))
+            kept = kept / chunks_per_prompt + (1.0 - 1.0 / chunks_per_prompt)
+        before = np.full_like(chunk, load.isl - load.computed) + np.maximum(load.computed - chunk, 0.0) / 2
+        prompt = Sequences(np.ones_like(chunk), chunk, before, kept, 1.0 / chunks_per_prompt)
+        busy = StepShape(
+            Sequences(decoding, rows, context, rows, rows),
+            (prompt,),
+            mean_rows=decoding * rows + share * chunk,
+            mean_kept_rows=decoding * rows + share * kept,
+        )
+        return quiet_s, self._seconds(graph, busy, decoding, captured=False)
+
+    def _prefill_step_seconds(self, kind: EngineKind, graph: ExecutionGraph, rows: Floats) -> Floats:
+        """Seconds of a step of so many prompt rows per replica: whole prompts, or a part of one."""
+        load = self.load
+        count = np.maximum(rows / load.computed, 1.0)
+        each = rows / count
+        before = load.isl - load.computed + np.maximum(load.computed - rows, 0.0) / 2
+        kept = np.ones_like(each) if kind.replay == "compact" else each
+        shape = StepShape(prefill=(Sequences(count, each, before, kept, np.minimum(rows / load.computed, 1.0)),))
+        return self._seconds(graph, shape, count, captured=False)
+
+    def _seconds(self, graph: ExecutionGraph, shape: StepShape, requests: Floats, captured: bool) -> Floats:
+        """Seconds from step to step: the longer of what the device and what the host need."""
+        host = self.host
+        device_s = np.asarray(step_cost(graph, shape, self._costs).seconds) + host.step_gap_s.value
+        host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
+            host.schedule_s_per_request.value + host.deliver_s_per_request.value
+        )
+        return np.maximum(device_s, host_s)
+
+
+def prefill_requests(rows: Ints, load: Load) -> Ints:
+    """Prompts that a replica of a prefill pool holds at once: those of two steps, and as many again being read."""
+    requests: Ints = 4 * np.ceil(rows / load.computed).astype(np.int64)
+    return np.minimum(requests, rows // 2)
+
+
+def concatenate(parts: Iterable[EnginePoints]) -> EnginePoints:
+    """Points of several kinds as one; no parts make no points."""
+    columns: list[Any] = [np.zeros(0, dtype=t) for t in [np.int64] * 4 + [np.float64] * 4]
+    empty = EnginePoints(*columns)
+    whole = [empty, *parts]
+    return EnginePoints(*(np.concatenate([getattr(p, f.name) for p in whole]) for f in fields(EnginePoints)))
+
+
+def _graph_groups(model: ModelSpec, nextns: list[int]) -> list[list[int]]:
+    """Draft lengths that share one graph."""
+    groups: dict[int, list[int]] = {}
+    for nextn in nextns:
+        groups.setdefault(drafts_in_graph(model, nextn), []).append(nextn)
+    return list(groups.values())
+
+
+def _replicas(layout: ParallelLayout) -> int:
+    """Attention replicas of one engine, which is one step group."""
+    return layout.num_ranks // layout.replica_ranks
