@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import Objective, RouterName, Slo
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
@@ -46,6 +47,7 @@ class Question:
     seed: int = 0
     pools: PoolChoice = "any"
     router: RouterName = "least_loaded"
+    expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay | None = None
     prefill_hardware: str | None = None
     prefill_gpus: int | None = None
@@ -70,6 +72,7 @@ class Problem:
     seed: int
     pools: PoolChoice = "any"
     router: RouterName = "least_loaded"
+    expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
@@ -135,6 +138,7 @@ def make_problem(question: Question) -> Problem:
         seed=question.seed,
         pools=question.pools,
         router=question.router,
+        expert_load=question.expert_load,
         replay=_replay(model, question.replay),
         prefill_hardware_name=question.prefill_hardware,
         prefill_cluster=_prefill_cluster(question),

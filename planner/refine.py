@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from deepinfer.metrics.summary import Summary
 from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
 from planner.screen import Candidate, Points, Screening, pareto
+from planner.space import EngineKind
 from planner.steady import prefill_requests
 
 ROUNDS = (8, 4, 4)
@@ -79,6 +81,7 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
         objective=problem.objective,
         slo=problem.slo,
         router=problem.router,
+        expert_load=problem.expert_load,
     )
     if problem.load.rate is None:
         parts = parts_of(plan)
@@ -105,6 +108,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
             max_tokens_per_step=seqs * (1 + nextn) + int(points.chunk_rows[point]),
             nextn=nextn,
             replay=candidate.kind.replay,
+            **_choices(candidate.kind),
         ),
     )
     if candidate.prefill is None:
@@ -116,6 +120,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
         replay=replay,
         # The decode pool replays the windows, and computes the first token with them.
         keep_tokens=1 if replay == "compact" else EngineSettings().keep_tokens,
+        **_choices(candidate.prefill),
     )
     prefill = Pool(
         role="prefill",
@@ -126,6 +131,11 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
         settings=settings,
     )
     return (prefill, serving)
+
+
+def _choices(kind: EngineKind) -> dict[str, Any]:
+    """Settings that a kind of engine fixes."""
+    return {"overlap": kind.overlap, "moe": kind.moe, "kv_format": kind.kv_format}
 
 
 def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:

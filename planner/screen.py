@@ -11,12 +11,14 @@ import numpy.typing as npt
 
 from deepinfer.engine.transfer import Side, kv_transfer
 from deepinfer.hardware.host import HostProfile
-from deepinfer.hardware.spec import ClusterSpec
-from deepinfer.layout.plan import Slo
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
+from deepinfer.layout.plan import PoolRole, Slo
 from deepinfer.scheduler.speculation import Acceptance
 from planner.space import EngineKind, Refusals, SearchSpace
 from planner.steady import UTILIZATION, EnginePoints, Floats, Ints, Load, SteadyState, concatenate
 
+CLOSER_LOOKS = 6
+"""Kinds of engines per role that are evaluated on the whole grid, and in their variants."""
 PoolChoice = Literal["any", "mixed", "split"]
 """Whether a plan may have one mixed pool, a prefill and a decode pool, or either."""
 
@@ -91,64 +93,102 @@ class Screening:
 
 
 class Screen:
-    """Evaluates a search space for one cluster, workload and acceptance.
+    """Evaluates a search space for one workload and acceptance.
 
-    With a `prefill_cluster` prompts are prefilled there and decoded on `cluster`; otherwise pools share one cluster.
+    With a `prefill_space` prompts are prefilled there and decoded in `space`; otherwise pools share one cluster.
     """
 
     def __init__(
         self,
         space: SearchSpace,
-        cluster: ClusterSpec,
         load: Load,
         acceptance: Acceptance,
         host: HostProfile,
         slo: Slo,
+        expert_load: ExpertLoad = TYPICAL_LOAD,
         pools: PoolChoice = "any",
-        prefill_cluster: ClusterSpec | None = None,
+        prefill_space: SearchSpace | None = None,
     ) -> None:
         self.space, self.load, self.slo = space, load, slo
-        self.pools: PoolChoice = "split" if prefill_cluster else pools
-        self.cluster, self.prefill_cluster = cluster, prefill_cluster
-        self._serving = SteadyState(space, cluster, load, acceptance, host)
-        self._prefilling = self._serving
-        if prefill_cluster is not None:
-            there = replace(space, gpus=prefill_cluster.num_gpus)
-            self._prefilling = SteadyState(there, prefill_cluster, load, acceptance, host)
-        self.num_gpus = cluster.num_gpus + (prefill_cluster.num_gpus if prefill_cluster else 0)
+        self.prefill_space = prefill_space
+        self.pools: PoolChoice = "split" if prefill_space else pools
+        self._serving = SteadyState(space, load, acceptance, host, expert_load)
+        self._prefilling = self._serving.on(prefill_space or space)
+        self.num_gpus = space.gpus + (prefill_space.gpus if prefill_space else 0)
         self.refusals = Refusals()
         self._best_capacity_rps = 0.0
         self._num_screened = 0
 
     def run(self) -> Screening:
-        """Screen every point of the space."""
+        """Screen the space: all layouts coarsely, then the most promising ones closely and in their variants."""
         nextns = self.space.nextn(self.refusals)
         candidates: list[Candidate] = []
         parts: list[Points] = []
         if self.pools != "split":
             parts += self._mixed(nextns, candidates)
-        if self.pools != "mixed":
+        if self.pools != "mixed" and (self.prefill_space is not None or self.space.gpus > 1):
             parts += self._split(nextns, candidates)
         return Screening(
             tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps, self._num_screened
         )
 
+    def engines(self, kinds: Sequence[EngineKind], nextns: list[int]) -> list[EnginePoints]:
+        """All points of the given kinds, whatever their role; `kind` of the points indexes the kinds."""
+        found = (self._evaluate(self._serving, kind, i, nextns) for i, kind in enumerate(kinds))
+        return [points for points in found if points is not None]
+
+    def _evaluate(self, where: SteadyState, kind: EngineKind, number: int, nextns: list[int]) -> EnginePoints | None:
+        match kind.role:
+            case "prefill":
+                engines = where.prefill(kind, number, self.refusals)
+            case "decode":
+                engines = where.decode(kind, number, nextns, self.refusals)
+            case _:
+                engines = where.mixed(kind, number, nextns, self.refusals)
+        self._num_screened += len(engines) if engines else 0
+        return engines
+
+    def _explored(
+        self, where: SteadyState, role: PoolRole, nextns: list[int]
+    ) -> tuple[list[EngineKind], list[EnginePoints]]:
+        """Kinds for a role with their points: every layout on a coarse grid, the best closely and in their variants."""
+        kinds = list(where.space.kinds(role, self.refusals))
+        coarse = where.on(where.space.coarse())
+        points = [self._evaluate(coarse, kind, i, nextns) for i, kind in enumerate(kinds)]
+        worth = [-1.0 if p is None else self._best_per_gpu(kinds[i], p) for i, p in enumerate(points)]
+        best = sorted(range(len(kinds)), key=lambda i: -worth[i])[:CLOSER_LOOKS]
+        for i in best:
+            if worth[i] <= 0:
+                continue
+            if role != "prefill":
+                points[i] = self._evaluate(where, kinds[i], i, nextns)
+            for variant in where.space.variants(kinds[i]):
+                points.append(self._evaluate(where, variant, len(kinds), nextns))
+                kinds.append(variant)
+        return kinds, [p for p in points if p is not None]
+
+    def _best_per_gpu(self, kind: EngineKind, engines: EnginePoints) -> float:
+        """The most requests/s per GPU of a kind within the limits, whole engines on the cluster; 0 if none keeps them."""
+        gpus = (self._prefilling if kind.role == "prefill" else self._serving).space.gpus
+        within = (engines.tpot_s <= self.slo.tpot_s) & (engines.ttft_s <= self.slo.ttft_s)
+        best = float(engines.capacity_rps[within].max(initial=0.0))
+        return best * (gpus // kind.layout.num_ranks) / gpus
+
     def _mixed(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
         """Plans of one pool: as many engines as the cluster holds."""
+        kinds, found = self._explored(self._serving, "mixed", nextns)
         parts: list[Points] = []
-        for kind in self.space.kinds("mixed", self.refusals):
-            engines = self._serving.mixed(kind, len(candidates), nextns, self.refusals)
-            if engines is None:
-                continue
-            self._num_screened += len(engines)
-            replicas = self.space.gpus // kind.layout.num_ranks
-            per_engine = kind.layout.num_ranks // kind.layout.replica_ranks
-            capacity = engines.capacity_rps * replicas
-            users = engines.max_num_seqs.astype(np.float64) * (replicas * per_engine)
-            found = self._kept(self._points(engines, rate=capacity, capacity=capacity, users=users), f"{kind}")
-            if found is not None:
-                parts.append(found)
-            candidates.append(Candidate(kind, replicas, len(candidates)))
+        first = len(candidates)
+        candidates += [Candidate(k, self.space.gpus // k.layout.num_ranks, first + i) for i, k in enumerate(kinds)]
+        for engines in found:
+            candidate = candidates[first + int(engines.kind[0])]
+            layout = candidate.kind.layout
+            capacity = engines.capacity_rps * candidate.replicas
+            replicas = candidate.replicas * (layout.num_ranks // layout.replica_ranks)
+            users = engines.max_num_seqs.astype(np.float64) * replicas
+            points = self._points(engines, rate=capacity, capacity=capacity, users=users)
+            kept = self._kept(replace(points, candidate=first + points.candidate), str(candidate.kind))
+            parts += [] if kept is None else [kept]
         return parts
 
     def _split(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
@@ -156,12 +196,10 @@ class Screen:
 
         Of each kind only engines that no other of the kind beats in speed and capacity are paired.
         """
-        givers = list(self._prefilling.space.kinds("prefill", Refusals()))
-        takers = list(self.space.kinds("decode", Refusals()))
-        prefilling = [self._prefilling.prefill(kind, i, self.refusals) for i, kind in enumerate(givers)]
-        decoding = [self._serving.decode(kind, i, nextns, self.refusals) for i, kind in enumerate(takers)]
-        senders = concatenate(_unbeaten(p, p.ttft_s) for p in prefilling if p)
-        receivers = concatenate(_unbeaten(p, p.tpot_s) for p in decoding if p)
+        givers, prefilling = self._explored(self._prefilling, "prefill", [0])
+        takers, decoding = self._explored(self._serving, "decode", nextns)
+        senders = concatenate([_unbeaten(p, p.ttft_s) for p in prefilling])
+        receivers = concatenate([_unbeaten(p, p.tpot_s) for p in decoding])
         found = (self._paired(senders, i, receivers, givers, takers) for i in range(len(senders)))
         pairs = [pair for pair in found if pair is not None]
         if not pairs:
@@ -190,13 +228,15 @@ class Screen:
         size = np.asarray([kind.layout.num_ranks for kind in takers])[receivers.kind]
         most = self._prefilling.space.gpus // giver.layout.num_ranks
         num_giving = np.arange(1, most + 1)[None, :]
-        if self.prefill_cluster is None:
+        if self.prefill_space is None:
             num_taking = (self.space.gpus - num_giving * giver.layout.num_ranks) // size[:, None]
         else:
             num_taking = np.broadcast_to(self.space.gpus // size[:, None], (len(size), most))
         can_give = UTILIZATION * senders.capacity_rps[sender] * num_giving
         rates = np.minimum(can_give, receivers.capacity_rps[:, None] * num_taking)
         self._num_screened += rates.size
+        same_kv = np.asarray([kind.kv_format == giver.kv_format for kind in takers])[receivers.kind]
+        rates = np.where(same_kv[:, None], rates, 0.0)
         best = rates.argmax(axis=1)
         rows = np.flatnonzero(rates.max(axis=1, initial=0.0) > 0)
         if not len(rows):
@@ -214,10 +254,11 @@ class Screen:
 
     def _transfer_seconds(self, giver: EngineKind, engines: EnginePoints, takers: Sequence[EngineKind]) -> Floats:
         """Seconds that a mean prompt's KV is on its way to each engine."""
-        there = Side(giver.layout, self.prefill_cluster or self.cluster)
+        there = Side(giver.layout, (self.prefill_space or self.space).cluster)
+        model = self.space.model.with_kv(giver.kv_format) if giver.kv_format else self.space.model
         seconds: dict[tuple[int, int], float] = {}
         for kind, nextn in set(zip(engines.kind.tolist(), engines.nextn.tolist(), strict=True)):
-            transfer = kv_transfer(self.space.model, nextn, there, Side(takers[kind].layout, self.cluster))
+            transfer = kv_transfer(model, nextn, there, Side(takers[kind].layout, self.space.cluster))
             seconds[kind, nextn] = transfer.seconds(self.load.isl)
         return np.asarray([seconds[key] for key in zip(engines.kind.tolist(), engines.nextn.tolist(), strict=True)])
 

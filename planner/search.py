@@ -6,7 +6,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -66,17 +66,7 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
 
     Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the limits.
     """
-    space = SearchSpace(problem.model, problem.cluster.num_gpus, problem.replay)
-    screening = Screen(
-        space,
-        problem.cluster,
-        problem.load,
-        problem.acceptance,
-        load_host(),
-        problem.slo,
-        problem.pools,
-        problem.prefill_cluster,
-    ).run()
+    screening = make_screen(problem).run()
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
     finalists: list[Finalist] = []
@@ -89,6 +79,22 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
     if not result.feasible(result.winner):
         raise InfeasibleError(_limits_too_tight(result))
     return result
+
+
+def make_screen(problem: Problem) -> Screen:
+    """The screen of a problem's space."""
+    space = SearchSpace(problem.model, problem.cluster, problem.replay)
+    apart = problem.prefill_cluster
+    return Screen(
+        space=space,
+        load=problem.load,
+        acceptance=problem.acceptance,
+        host=load_host(),
+        slo=problem.slo,
+        expert_load=problem.expert_load,
+        pools=problem.pools,
+        prefill_space=replace(space, cluster=apart) if apart else None,
+    )
 
 
 def _from(progress: Progress | None, before: int, total: int) -> Progress:

@@ -18,11 +18,10 @@ import numpy.typing as npt
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
-from deepinfer.graph.build import GraphFeatures, build_graph, drafts_in_graph
+from deepinfer.graph.build import build_graph, drafts_in_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.host import HostProfile
-from deepinfer.hardware.spec import ClusterSpec
 from deepinfer.layout.memory import (
     STATE_SLOTS_RATIO,
     kv_bytes_per_token,
@@ -31,6 +30,7 @@ from deepinfer.layout.memory import (
     workspace_bytes,
 )
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.placement import ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.speculation import Acceptance
@@ -91,12 +91,16 @@ class SteadyState:
     """Evaluates kinds of engines of one model on one cluster for one load."""
 
     def __init__(
-        self, space: SearchSpace, cluster: ClusterSpec, load: Load, acceptance: Acceptance, host: HostProfile
+        self, space: SearchSpace, load: Load, acceptance: Acceptance, host: HostProfile, expert_load: ExpertLoad
     ) -> None:
-        self.space, self.model, self.cluster, self.load, self.acceptance = space, space.model, cluster, load, acceptance
-        self.host = host
-        self._costs = CostModel(cluster.accelerator)
+        self.space, self.model, self.cluster = space, space.model, space.cluster
+        self.load, self.acceptance, self.host, self.expert_load = load, acceptance, host, expert_load
+        self._costs = CostModel(self.cluster.accelerator)
         self._defaults = EngineSettings()
+
+    def on(self, space: SearchSpace) -> SteadyState:
+        """The same for another space of the same model on the same cluster."""
+        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load)
 
     def mixed(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
         """Feasible engines of a kind that prefill and decode: requests x chunk x draft length."""
@@ -114,13 +118,13 @@ class SteadyState:
 
     def prefill(self, kind: EngineKind, number: int, refusals: Refusals) -> EnginePoints | None:
         """Feasible engines of a kind that only prefill: rows of a step."""
-        steps = np.asarray(PREFILL_ROWS_PER_GPU, dtype=np.int64) * kind.layout.cp
+        steps = np.asarray(PREFILL_ROWS_PER_GPU, dtype=np.int64) * kind.layout.replica_ranks
         seqs: Ints = prefill_requests(steps, self.load)
         table: npt.NDArray[np.int64] = np.stack([seqs, steps - seqs, np.zeros_like(steps)], axis=1)
         table = table[self._fits(kind, table, self.load.isl, refusals)]
         if not len(table):
             return None
-        graph = build_graph(self.model, kind.layout, self.cluster, GraphFeatures("prefill", kind.replay, 0))
+        graph = self._graph(kind, 0)
         rows: Floats = (table[:, 0] + table[:, 1]).astype(np.float64)
         step_s = self._prefill_step_seconds(kind, graph, rows)
         capacity = rows / (self.load.computed * step_s)  # prompts/s of a replica
@@ -150,7 +154,7 @@ class SteadyState:
         parts = []
         for group in _graph_groups(self.model, nextns):
             grid = [
-                (requests * kind.layout.cp, chunk * kind.layout.cp, nextn)
+                (requests * kind.layout.replica_ranks, chunk * kind.layout.replica_ranks, nextn)
                 for nextn in group
                 for chunk in chunks
                 for requests in self.space.requests_per_gpu
@@ -158,14 +162,18 @@ class SteadyState:
             table = np.asarray(grid, dtype=np.int64)
             table = table[self._fits(kind, table, load.isl + load.osl, refusals)]
             if len(table):
-                features = GraphFeatures("mixed", kind.replay, group[-1])
-                graph = build_graph(self.model, kind.layout, self.cluster, features)
-                parts.append(self._steady_state(kind, graph, table, number, load))
+                parts.append(self._steady_state(kind, self._graph(kind, group[-1]), table, number, load))
         return concatenate(parts) if parts else None
+
+    def _graph(self, kind: EngineKind, nextn: int) -> ExecutionGraph:
+        return build_graph(self._model_of(kind), kind.layout, self.cluster, kind.features(nextn, self.expert_load))
+
+    def _model_of(self, kind: EngineKind) -> ModelSpec:
+        return self.model.with_kv(kind.kv_format) if kind.kv_format else self.model
 
     def _fits(self, kind: EngineKind, table: Ints, tokens: float, refusals: Refusals) -> npt.NDArray[np.bool_]:
         """Which rows (max_num_seqs, chunk, nextn) leave KV for all requests at full length; the rest are refused."""
-        model, settings, layout = self.model, self._defaults, kind.layout
+        model, settings, layout = self._model_of(kind), self._defaults, kind.layout
         usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
         weights = sum(size for _, size in weight_items(model, layout))
         seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
@@ -174,7 +182,9 @@ class SteadyState:
         slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
         left = usable - weights - work - slots
         blocks = np.ceil((tokens + nextn + 1) / settings.block_tokens) * seqs
-        per_token = np.asarray([kv_bytes_per_token(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        per_token = np.asarray(
+            [kv_bytes_per_token(model, int(n), layout.tp, layout.dcp) for n in range(int(nextn.max()) + 1)]
+        )
         fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
         too_heavy = np.asarray(weights + work > usable)
         refusals.add("weights and workspace exceed the GPU's memory", f"{kind}", int(too_heavy.sum()))

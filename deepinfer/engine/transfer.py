@@ -28,7 +28,7 @@ class KVTransfer:
     """Reads of one prompt's KV by every rank of an attention replica of the decode pool.
 
     A transfer of n tokens moves `bytes_per_request` + n x `bytes_per_token` to each of `receivers` ranks, sent in equal
-    parts by `senders` ranks (each rank of a replica holds the whole KV), at `bytes_per_s` per rank and direction.
+    parts by `senders` ranks (each rank of a replica holds all of its KV), at `bytes_per_s` per rank and direction.
     """
 
     bytes_per_token: float
@@ -60,7 +60,7 @@ def kv_transfer(model: ModelSpec, nextn: int, prefill: Side, decode: Side) -> KV
     else:
         links, share, name = [other.scale_out, own.scale_out], SCALE_OUT_SHARE, "scale-out"
     return KVTransfer(
-        bytes_per_token=kv_bytes_per_token(model, nextn),
+        bytes_per_token=kv_bytes_per_token(model, nextn, decode.layout.tp, decode.layout.dcp),
         bytes_per_request=0.0 if model.supports_compact_replay else state_bytes_per_request(model, nextn),
         senders=prefill.layout.replica_ranks,
         receivers=decode.layout.replica_ranks,
