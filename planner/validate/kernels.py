@@ -105,6 +105,8 @@ def _expert_gemm(case: Case, get: Parameters) -> Timed:
         precision=fmt.precision,
         bytes_read=local * k * n * fmt.bytes_per_parameter + total * (k * FP8_ACTIVATION_BYTES + n * ACTIVATION_BYTES),
         rows=rows,
+        depth=k,
+        activation_bytes=total * k * FP8_ACTIVATION_BYTES,
     )
     return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape()
 
