@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from deepinfer.errors import NoDataError
 from deepinfer.files import read_toml
 from deepinfer.hardware.spec import Accelerator
 from deepinfer.model.spec import ModelSpec
@@ -30,8 +31,8 @@ class EngineProfile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     host: str | None = None
-    prefill: Literal["separate", "mixed"]
-    chunk_tokens: Annotated[int, Field(ge=1)]
+    prefill: Literal["separate", "mixed"] = "separate"
+    chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     large_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     chunk_shared: bool = False
     stated_chunk_aligned: bool = False
@@ -43,9 +44,14 @@ class EngineProfile(BaseModel):
         return self.eager_s_per_layer.get(model.family, 0.0) * len(model.layers)
 
     def chunk_rows(self, accelerator: Accelerator, replicas: int, stated: int | None) -> float:
-        """Most prompt rows of a step of one of so many attention replicas; `stated` is a setting for all of them."""
+        """Most prompt rows of a step of one of so many attention replicas; `stated` is a setting for all of them.
+
+        Raises NoDataError for an engine whose setting is not known.
+        """
         if stated is not None:
             return stated / replicas
+        if self.chunk_tokens is None:
+            raise NoDataError("how many prompt tokens this engine computes in a step is not in the engine file")
         large = accelerator.hbm_bytes.value >= LARGE_MEMORY_BYTES and self.large_chunk_tokens is not None
         rows = self.large_chunk_tokens if large and self.large_chunk_tokens else self.chunk_tokens
         return rows / replicas if self.chunk_shared else float(rows)

@@ -18,7 +18,7 @@ from planner.validate.mapping import Case, map_case
 from planner.validate.targets import Target
 
 UNSTATED_CHUNKS = (4096.0, 32768.0)
-"""Tokens per GPU and forward that prefill entries state, from least to most: the range where one states none."""
+"""Tokens per GPU and forward where an entry states none: DeepEP's test size, and the most that an entry states."""
 
 
 @dataclass(frozen=True)
