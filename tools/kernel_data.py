@@ -73,6 +73,8 @@ def padded_rows(rows: Array) -> Array:
 def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
     """Balanced routed experts of one rank; `num_tokens` counts the tokens of the whole expert group.
 
+    Gate and up products pass to the down product through other kernels, in BF16: the activations.
+
     Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
     read up to EP8. V3's routing picks groups first: below EP8 its balanced rows land on half of the experts, so these
     are left out. On Hopper, CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a
@@ -89,7 +91,8 @@ def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, floor_ms: float, t: Arr
     weights, rows = 3 * hidden * width, t["num_tokens"] * t["topk"] / ep
     touched = np.minimum(t["num_experts"] / ep, np.maximum(rows, 1.0))
     read = touched * weights * np.array([WEIGHT_BYTES[d] for d in t["moe_dtype"]]) + rows * hidden
-    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, padded_rows(rows / touched))
+    work = 2 * rows * weights, read, rows * hidden * 2, padded_rows(rows / touched)
+    return Rows(name, t["latency"] * 1e-3, *work, activations=rows * 2 * width * 2)
 
 
 def attention_decode(cache: tuple[str, float], t: Array, name: str) -> Rows:

@@ -3,7 +3,7 @@
     seconds = startup + (compute^p + (bytes / (bandwidth x e_m))^p)^(1/p) + around + peers x per_peer_s + message
     compute = flops x (1 / (peak x e_c) + exp_share / (flops_per_exp x exp_per_s)) x (1 + rows_half / rows)
               + depth x depth_s
-    around  = (activation bytes read x read_passes + bytes written x write_passes) / (bandwidth x e_m)
+    around  = (activation bytes x read_passes + bytes written x write_passes) / (bandwidth x e_m)
 
 with `rows` those that meet each weight matrix, e_c and e_m the efficiencies that large shapes reach (e_c is a share of
 the peak at the work's precision, or at the one an entry names as its `peak`), and p how sharply the roofline's knee is
@@ -57,10 +57,10 @@ class OperatorParameters(BaseModel):
 
     `peak` is for kernels that run at another precision's rate than their operands suggest: the ratio of two peaks
     differs between parts of one family (FP4 has 2 times FP8's on B200, 3 times on B300). `read_passes` and
-    `write_passes` count what kernels before and after the main one move for each byte of activations that it reads
-    (quantising) or writes (activation function, permutation). `fitted` names the parameters that were fitted, on
-    `rows_fitted` measured rows; `log_error_sigma` is half the central 68 % of log(predicted / measured) over rows held
-    out, None if there were none.
+    `write_passes` count what kernels around the main one move for each byte of the work's `activation_bytes`
+    (quantising, activation function) and of what it writes (permutation). `fitted` names the parameters that were
+    fitted, on `rows_fitted` measured rows; `log_error_sigma` is half the central 68 % of log(predicted / measured) over
+    rows held out, None if there were none.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -57,9 +57,9 @@ class Work:
 
     `rows` is how many rows meet each weight matrix (per expert for grouped products): what a tensor core's
     efficiency depends on. `depth` is how many steps one tile of the work walks in series: the k of a product (of both
-    products for routed experts), the context of an attention row. `activation_bytes` is the part of what is read that
-    the step computed, not weights or cache. Work without FLOPs, bytes and message costs nothing: the operator is not
-    launched.
+    products for routed experts), the context of an attention row. `activation_bytes` are activations that further
+    kernels of the operator handle: those to quantise, queries of an index, what passes between the products of experts.
+    Work without FLOPs, bytes and message costs nothing: the operator is not launched.
     """
 
     flops: Num = 0.0
