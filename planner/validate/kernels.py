@@ -106,17 +106,17 @@ def _expert_gemm(case: Case, get: Parameters) -> Timed:
         bytes_read=local * k * n * fmt.bytes_per_parameter + total * (k * FP8_ACTIVATION_BYTES + n * ACTIVATION_BYTES),
         rows=rows,
         depth=k,
-        activation_bytes=total * k * FP8_ACTIVATION_BYTES,
     )
     return _alone(_operator("experts", OpKind.GROUPED_GEMM, work)), StepShape()
 
 
 def _gemm(case: Case, get: Parameters) -> Timed:
-    """A dense product m x k times k x n in the entry's weight format, or the model's."""
+    """A dense product m x k times k x n in the entry's weight format, or the model's, without quantising its input."""
     ops, m = OperatorList(), get("m", "tokens", "rows")
     fmt = case.model.expert_format if case.target.weights else case.model.dense_format
     ops.gemm("gemm", ("x", "y"), lambda _: m, int(get("k")), int(get("n")), fmt)
-    return _alone(ops.operators[0]), StepShape()
+    (product,) = ops.operators
+    return _alone(_operator("gemm", OpKind.GEMM, replace(product.work(StepShape()), activation_bytes=0.0))), StepShape()
 
 
 def _decoding(case: Case, get: Parameters) -> StepShape:
