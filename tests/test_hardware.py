@@ -23,6 +23,7 @@ CATALOG = Path(spec.__file__).parent / "catalog"
 # What a server accelerator of 2020-2030 can have; a slipped prefix or unit falls outside.
 SANE = {
     "FLOP/s": (2e13, 1e17),
+    "exp/s": (1e12, 1e14),
     "B/s": (1e10, 5e13),
     "B": (2e10, 2e12),
     "s": (1e-7, 1e-2),
@@ -33,6 +34,7 @@ SANE = {
 }
 UNITS = {
     r"flops_per_s\.\w+": "FLOP/s",
+    r"exp_per_s": "exp/s",
     r".*bytes_per_s": "B/s",
     r"hbm_bytes": "B",
     r".*latency_s": "s",

@@ -31,6 +31,9 @@ class Rows:
     bytes_read: Array | float = 0.0
     bytes_written: Array | float = 0.0
     rows: Array | float = 1.0
+    depth: Array | float = 0.0
+    activations: Array | float = 0.0  # bytes
+    peers: Array | float = 1.0
     scale_up: Array | float = 0.0
     scale_out: Array | float = 0.0
 
@@ -50,43 +53,60 @@ def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
     """Dense products, n and k >= 512. Of the m around the edge of a tile only the tile itself is kept."""
     t = t[(t["gemm_dtype"] == dtype) & (t["n"] >= 512) & (t["k"] >= 512) & ((t["m"] == 1) | (t["m"] % 2 == 0))]
     m, n, k = (t[column].astype(float) for column in "mnk")
-    return Rows(name, t["latency"] * 1e-3, 2 * m * n * k, m * k * size[0] + n * k * size[1], m * n * 2, m)
+    read = m * k * size[0] + n * k * size[1]
+    return Rows(name, t["latency"] * 1e-3, 2 * m * n * k, read, m * n * 2, m, k, m * k * size[0])
 
 
-WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125}
-MXFP4 = "vllm_mxfp4moe_flashinfer_trtllm_mxfp4_mxfp8_trtllmmxfp4expertsmodular"
-MOE_KERNELS = ("deepepmoe", "deepgemm", "moe_torch_flow_cutlass", MXFP4)
-CUTLASS_ROWS, LOCAL_EXPERTS = 32, 64  # the most that are read
+WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125, "nvfp4": 0.5625}
+EXPERT_TILE = 128  # rows of a tile of DeepGEMM's grouped kernels
+CUTLASS_ROWS, LOCAL_EXPERTS = 32, 96  # the most that are read
 
 
-def grouped_gemm(max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
+def padded_rows(rows: Array) -> Array:
+    """Rows that lose as much to half a tile as `rows`, equal in every expert, lose to the rest of their last tile.
+
+    The graph's rows per expert are means of uneven numbers, which waste half a tile on average.
+    """
+    return EXPERT_TILE / 2 / np.maximum(np.ceil(rows / EXPERT_TILE) * EXPERT_TILE / rows - 1, 1e-6)
+
+
+def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
     """Balanced routed experts of one rank; `num_tokens` counts the tokens of the whole expert group.
 
-    Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of
-    the group: read up to EP8, and up to 64 local experts, beyond which padded layouts cost them more. On Hopper,
-    CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a factor of two.
-    `wideep_context_moe` holds 0.3-0.5 ms of launches: read from 1 ms.
+    Gate and up products pass to the down product through other kernels, in BF16: the activations.
+
+    Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
+    read up to EP8. V3's routing picks groups first: below EP8 its balanced rows land on half of the experts, so these
+    are left out. On Hopper, CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a
+    factor of two. `wideep_context_moe` holds 0.3-0.5 ms of launches: read from 1 ms.
     """
-    known = np.isin(t["moe_dtype"], list(WEIGHT_BYTES)) & np.isin(t["kernel_source"], MOE_KERNELS)
+    local, ep = t["num_experts"] / t["moe_ep_size"], t["moe_ep_size"]
+    known = np.isin(t["moe_dtype"], dtypes) & np.isin(t["distribution"], ("balanced", "uniform"))
+    known &= (ep <= max_ep) & (t["latency"] > floor_ms) & (local <= LOCAL_EXPERTS)
+    known &= (ep >= 8) | (t["num_experts"] != 256) | (t["hidden_size"] != 7168) | (t["kernel_source"] == "deepepmoe")
     few = t["num_tokens"] * t["topk"] / t["num_experts"] <= CUTLASS_ROWS
-    known &= np.isin(t["distribution"], ("balanced", "uniform")) & (t["moe_tp_size"] == 1)
-    known &= (t["moe_ep_size"] <= max_ep) & (t["latency"] > floor_ms)
-    known &= t["num_experts"] / t["moe_ep_size"] <= LOCAL_EXPERTS
-    t = t[known & (few | (t["kernel_source"] != "moe_torch_flow_cutlass"))]
-    weights, hidden, ep = 3.0 * t["hidden_size"] * t["inter_size"], t["hidden_size"], t["moe_ep_size"]
-    rows = t["num_tokens"] * t["topk"] / ep
+    slow = (t["kernel_source"] == "moe_torch_flow_cutlass") & (t["moe_dtype"] == "fp8_block")
+    t = t[known & (few | ~slow)]
+    hidden, width, ep = 1.0 * t["hidden_size"], t["inter_size"] / t["moe_tp_size"], t["moe_ep_size"]
+    weights, rows = 3 * hidden * width, t["num_tokens"] * t["topk"] / ep
     touched = np.minimum(t["num_experts"] / ep, np.maximum(rows, 1.0))
     read = touched * weights * np.array([WEIGHT_BYTES[d] for d in t["moe_dtype"]]) + rows * hidden
-    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, rows / touched)
+    work = 2 * rows * weights, read, rows * hidden * 2, padded_rows(rows / touched)
+    return Rows(name, t["latency"] * 1e-3, *work, activations=rows * 2 * width * 2)
 
 
-def attention_decode(t: Array, name: str) -> Rows:
-    """Absorbed MLA, one row per sequence; 16K tokens of context in a batch or more."""
-    served = t["batch_size"] * (t["step"] + 1) >= 16384
-    t = t[served & (t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 64)]
-    heads, pairs = t["num_heads"], t["batch_size"] * (t["step"] + 1.0)
-    read, written = pairs * 1152 + t["batch_size"] * heads * 1152, t["batch_size"] * heads * 1024
-    return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads)
+def attention_decode(cache: tuple[str, float], t: Array, name: str) -> Rows:
+    """Absorbed MLA, one row per sequence, 16 heads or more (TP 8 of 128), contexts from 256 tokens.
+
+    Without 32 heads on Blackwell, where kernels reach three quarters of what they do with 16, 64 and 128.
+    """
+    dtype, entry_bytes = cache
+    t = t[(t["step"] >= 255) & (t["kv_cache_dtype"] == dtype) & (t["num_heads"] >= 16)]
+    t = t[(t["num_heads"] != 32) | (name in ("h100", "h200"))]
+    heads, context = 1.0 * t["num_heads"], t["step"] + 1.0
+    pairs = t["batch_size"] * context
+    read, written = pairs * entry_bytes + t["batch_size"] * heads * 1152, t["batch_size"] * heads * 1024
+    return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads, context)
 
 
 def attention_prefill(t: Array, name: str) -> Rows:
@@ -130,7 +150,7 @@ def index_score(t: Array, name: str) -> Rows:
     """Index logits of V4 (one key per 4 tokens, 64 heads of 128, FP8 keys of 132 B), FP32 out."""
     rows, keys = 1.0 * t["batch_size"] * t["isl"], t["batch_size"] * (t["step"] + t["isl"]) / 4
     scored = rows * (t["step"] + t["isl"] / 2) / 4
-    return Rows(name, t["latency"] * 1e-3, 2 * 64 * 128 * scored, keys * 132 + rows * 8448, scored * 4, 64.0)
+    return Rows(name, t["latency"] * 1e-3, 2 * 64 * 128 * scored, keys * 132, scored * 4, 64.0, activations=rows * 8448)
 
 
 def elementwise(t: Array, name: str) -> Rows:
@@ -149,19 +169,25 @@ def sent_bytes(size: Any, ep: Any, num_experts: Any, topk: Any) -> Array:
 
 
 def deepep(phase: str, columns: tuple[str, ...], t: Array, name: str) -> Rows:
-    """DeepEP on 8 GPUs, low-latency or normal (up to 24 SMs): FP8 out, BF16 back."""
-    t = t[(t["num_token"] <= 32768) & (name != "gb200-nvl72")]
+    """DeepEP in one host (4 GPUs of a GB200 tray, else 8), low-latency or normal: FP8 out, BF16 back.
+
+    Normal kernels are read with 20 and 24 SMs from 256 tokens: below, they were timed at more sizes than low-latency
+    ones, and the fastest at these would be a kernel that nobody picks.
+    """
+    if "dispatch_sms" in (t.dtype.names or ()):
+        t = t[(t["num_token"] >= 256) & (t["num_token"] <= 32768) & (t["dispatch_sms"] >= 20)]
+    ep = 4.0 if name == "gb200-nvl72" else 8.0
     size = t["num_token"] * t["hidden_size"] * (33 / 32 if phase == "dispatch" else 2.0)
     seconds = np.sum([t[phase + column] for column in columns], axis=0) * 1e-6
-    return Rows(name, seconds, scale_up=sent_bytes(size, 8.0, t["num_experts"], t["num_topk"]))
+    return Rows(name, seconds, peers=ep, scale_up=sent_bytes(size, ep, t["num_experts"], t["num_topk"]))
 
 
 def one_sided(phase: str, t: Array, name: str) -> Rows:
-    """TensorRT-LLM's one-sided NVLink kernels over 2 to 64 GPUs; dispatch in NVFP4, 0.5625 B a value."""
-    t = t[(t["kernel_source"] == "NVLinkOneSided") & (t["op_name"] == f"alltoall_{phase}")]
+    """TensorRT-LLM's one-sided NVLink kernels over 4 to 64 GPUs; dispatch in NVFP4, 0.5625 B a value."""
+    t = t[(t["kernel_source"] == "NVLinkOneSided") & (t["op_name"] == f"alltoall_{phase}") & (t["moe_ep_size"] >= 4)]
     size = t["num_tokens"] * t["hidden_size"] * (0.5625 if phase == "dispatch" else 2.0)
     sent = sent_bytes(size, t["moe_ep_size"], t["num_experts"], t["topk"])
-    return Rows(name, t["latency"] * 1e-3, scale_up=sent)
+    return Rows(name, t["latency"] * 1e-3, peers=t["moe_ep_size"], scale_up=sent)
 
 
 def deepep_v1_rdma(phase: str) -> Rows:
@@ -170,7 +196,7 @@ def deepep_v1_rdma(phase: str) -> Rows:
     ep = np.array([16.0, 32.0, 64.0, 128.0, 256.0])
     sent = sent_bytes(128 * 7168 * (33 / 32 if phase == "dispatch" else 2.0), ep, 256.0, 8.0)
     up, out = sent * 7 / (ep - 1), sent * (ep - 8) / (ep - 1)
-    return Rows("h800", np.array(us) * 1e-6, scale_up=up, scale_out=out)
+    return Rows("h800", np.array(us) * 1e-6, peers=ep, scale_up=up, scale_out=out)
 
 
 def deepep_v2_nvlink(phase: str) -> Rows:
@@ -184,29 +210,30 @@ def deepep_v2_nvlink(phase: str) -> Rows:
     sent = sent_bytes(size, 8.0, 256.0, 8.0)
     copies = sent * 8 / 7
     second = (2 * copies if phase == "dispatch" else copies + size) / 7.1e12
-    return Rows("b200", copies / (gb_per_s * 1e9) + second, scale_up=np.full(2, sent))
+    return Rows("b200", copies / (gb_per_s * 1e9) + second, peers=8.0, scale_up=np.full(2, sent))
 
 
 def collective(op: str, passes: int, t: Array, name: str) -> Rows:
-    """NCCL, or the engines' own all-reduce inside a graph, over 4 and 8 GPUs.
+    """NCCL, or the engines' own all-reduce inside a graph, over 2, 4 and 8 GPUs.
 
     `message_size` counts 2-byte elements of the whole result. The message of an all-gather is what one rank
     receives from the others, (n-1)/n of the result; an all-reduce moves as much twice.
     """
-    kept = (t["num_gpus"] >= 4) & ~np.char.endswith(t["kernel_source"], "eager")
+    kept = ~np.char.endswith(t["kernel_source"], "eager")
     if "op_name" in (t.dtype.names or ()):
         kept &= (t["op_name"] == op) & (t["nccl_dtype"] == "half")
     t = t[kept]
-    return Rows(name, t["latency"] * 1e-3, scale_up=passes * 2 * t["message_size"] * (1 - 1 / t["num_gpus"]))
+    sent = passes * 2 * t["message_size"] * (1 - 1 / t["num_gpus"])
+    return Rows(name, t["latency"] * 1e-3, peers=t["num_gpus"], scale_up=sent)
 
 
 def fastest(parts: list[Rows]) -> Rows:
-    """The best time of each number of bytes sent, as an engine picks the kernel by size."""
-    sent, seconds = np.concatenate([p.scale_up for p in parts]), np.concatenate([p.seconds for p in parts])
-    sizes, index = np.unique(sent, return_inverse=True)
-    best = np.full(sizes.shape, np.inf)
-    np.minimum.at(best, index, seconds)
-    return Rows(parts[0].device, best, scale_up=sizes)
+    """The best time of each work, as an engine picks the kernel by size."""
+    columns = [[np.broadcast_to(v, p.seconds.shape) for n, v in vars(p).items() if n != "device"] for p in parts]
+    seconds, *work = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(seconds, kind="stable")
+    _, first = np.unique(np.stack(work)[:, order], axis=1, return_index=True)
+    return Rows(parts[0].device, seconds[order][first], *(column[order][first] for column in work))
 
 
 def measured_rows(

@@ -56,7 +56,10 @@ class Work:
     """What one operator does on one rank in one step.
 
     `rows` is how many rows meet each weight matrix (per expert for grouped products): what a tensor core's
-    efficiency depends on. Work without FLOPs, bytes and message costs nothing: the operator is not launched.
+    efficiency depends on. `depth` is how many steps one tile of the work walks in series: the k of a product (of both
+    products for routed experts), the context of an attention row. `activation_bytes` are activations that further
+    kernels of the operator handle: those to quantise, queries of an index, what passes between the products of experts.
+    Work without FLOPs, bytes and message costs nothing: the operator is not launched.
     """
 
     flops: Num = 0.0
@@ -65,6 +68,8 @@ class Work:
     bytes_written: Num = 0.0
     rows: Num = 1.0
     message: Message | None = None
+    depth: Num = 0.0
+    activation_bytes: Num = 0.0
 
 
 @dataclass(frozen=True, eq=False)

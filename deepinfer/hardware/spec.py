@@ -48,6 +48,9 @@ class Link(BaseModel):
 class Accelerator(BaseModel):
     """One accelerator of the catalog. `flops_per_s` are dense peaks by precision; `family` picks cost profiles.
 
+    `exp_per_s` are exponentials of the special function units, which softmax waits for; cost profiles of some families
+    need it.
+
     `kv_format` by model family and `weight_format` by checkpoint format name what a model is converted to where its own
     formats have no kernels.
     """
@@ -65,6 +68,7 @@ class Accelerator(BaseModel):
     scale_up_domain: Quantity
     scale_out: Link
     gpus_per_host: Quantity
+    exp_per_s: Quantity | None = None
     power_w: Quantity | None = None
     price_usd_per_hour: Quantity | None = None
     kv_format: dict[str, str] = Field(default_factory=dict)
