@@ -19,6 +19,8 @@ from planner.steady import UTILIZATION, EnginePoints, Floats, Ints, Load, Steady
 
 CLOSER_LOOKS = 6
 """Kinds of engines per role that are evaluated on the whole grid, and in their variants."""
+CLOSE_TO_BEST = 0.85
+"""Share of the best engines' requests/s per GPU at their latency that an engine of a pair needs."""
 PoolChoice = Literal["any", "mixed", "split"]
 """Whether a plan may have one mixed pool, a prefill and a decode pool, or either."""
 
@@ -153,8 +155,8 @@ class Screen:
     ) -> tuple[list[EngineKind], list[EnginePoints]]:
         """Kinds for a role with their points: every layout on a coarse grid, the best closely and in their variants."""
         kinds = list(where.space.kinds(role, self.refusals))
-        coarse = where.on(where.space.coarse())
-        points = [self._evaluate(coarse, kind, i, nextns) for i, kind in enumerate(kinds)]
+        coarse, few = where.on(where.space.coarse()), where.space.coarse_nextn(nextns)
+        points = [self._evaluate(coarse, kind, i, few) for i, kind in enumerate(kinds)]
         worth = [-1.0 if p is None else self._best_per_gpu(kinds[i], p) for i, p in enumerate(points)]
         best = sorted(range(len(kinds)), key=lambda i: -worth[i])[:CLOSER_LOOKS]
         for i in best:
@@ -198,8 +200,8 @@ class Screen:
         """
         givers, prefilling = self._explored(self._prefilling, "prefill", [0])
         takers, decoding = self._explored(self._serving, "decode", nextns)
-        senders = concatenate([_unbeaten(p, p.ttft_s) for p in prefilling])
-        receivers = concatenate([_unbeaten(p, p.tpot_s) for p in decoding])
+        senders = _worth_pairing(prefilling, givers, "ttft_s")
+        receivers = _worth_pairing(decoding, takers, "tpot_s")
         found = (self._paired(senders, i, receivers, givers, takers) for i in range(len(senders)))
         pairs = [pair for pair in found if pair is not None]
         if not pairs:
@@ -320,6 +322,21 @@ def _last_of_each(group: Ints, value: Floats) -> Ints:
     last = np.flatnonzero(np.append(np.diff(group[order]) != 0, True))
     found: Ints = order[last]
     return found
+
+
+def _worth_pairing(found: Sequence[EnginePoints], kinds: Sequence[EngineKind], latency: str) -> EnginePoints:
+    """Engines that are close to the best of any kind at their latency, and the best of their kind.
+
+    The split leaves no GPU idle with engines that divide the cluster: those may be a little behind.
+    """
+    engines = concatenate([_unbeaten(p, getattr(p, latency)) for p in found])
+    if not len(engines):
+        return engines
+    per_gpu = engines.capacity_rps / np.asarray([kind.layout.num_ranks for kind in kinds])[engines.kind]
+    order = np.argsort(getattr(engines, latency), kind="stable")
+    best_so_far = np.empty(len(engines))
+    best_so_far[order] = np.maximum.accumulate(per_gpu[order])
+    return engines.take(per_gpu >= CLOSE_TO_BEST * best_so_far)
 
 
 def _unbeaten(engines: EnginePoints, latency_s: Floats) -> EnginePoints:

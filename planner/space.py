@@ -6,11 +6,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Literal
 
 from deepinfer.cost.model import load_profile
 from deepinfer.errors import UsageError
-from deepinfer.graph.build import GraphFeatures
+from deepinfer.graph.build import GraphFeatures, drafts_in_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.ops import OpKind
 from deepinfer.hardware.spec import ClusterSpec
@@ -34,6 +35,7 @@ PREFILL_ROWS_PER_GPU = (1024, 2048, 4096, 8192, 16384)
 """Rows of a step in a pool that only prefills."""
 DECODE_CHUNK_ROWS_PER_GPU = (256, 1024)
 """Rows for windows to replay in a pool that only decodes."""
+COARSE_NEXTN = (0, 1, 3)
 COARSE_CHUNK_ROWS = (512, 2048, 8192)
 CONTEXT_DEGREES = (1, 2, 4, 8)
 TENSOR_DEGREES = (2, 4, 8)
@@ -103,6 +105,11 @@ class SearchSpace:
         """The same with fewer requests and chunks, to find the layouts that are worth a closer look."""
         return replace(self, requests_per_gpu=self.requests_per_gpu[::2], chunk_rows_per_gpu=COARSE_CHUNK_ROWS)
 
+    def coarse_nextn(self, nextns: list[int]) -> list[int]:
+        """Draft lengths for the first look: those that share the graph of one draft, else few."""
+        drafting = [n for n in nextns if n and drafts_in_graph(self.model, n) == drafts_in_graph(self.model, 1)]
+        return drafting if len(drafting) > 1 else [nextn for nextn in nextns if nextn in COARSE_NEXTN]
+
     def nextn(self, refusals: Refusals) -> list[int]:
         """Draft lengths; those that the model's draft module cannot give are refused."""
         most = self.model.draft.max_drafts if self.model.draft else 0
@@ -115,14 +122,14 @@ class SearchSpace:
 
         One that only decodes has no use for cp: its ranks would each read the whole KV of a replica.
         """
-        for kv_format in self.kv_formats():
-            for layout in self.layouts(refusals):
-                if role != "decode" or layout.cp == 1:
-                    kind = EngineKind(role, layout, self.replay, kv_format=kv_format)
-                    yield replace(kind, moe="fused") if self.can_fuse(layout) else kind
+        for layout in self.layouts(refusals):
+            if role != "decode" or layout.cp == 1:
+                yield EngineKind(role, layout, self.replay, moe="fused" if self.can_fuse(layout) else "separate")
 
     def variants(self, kind: EngineKind) -> Iterator[EngineKind]:
         """What else an engine of this kind could do, one change at a time."""
+        for kv_format in self.kv_formats():
+            yield replace(kind, kv_format=kv_format)
         if kind.layout.exchanges_rows:
             yield replace(kind, overlap="two-batch", moe="separate")
             if kind.moe == "fused":
@@ -136,18 +143,16 @@ class SearchSpace:
                 check_sharding(self.model, shared)
                 yield replace(kind, layout=shared)
 
-    def kv_formats(self) -> list[str | None]:
-        """The KV format that checkpoint and kernels ask for (None), and smaller ones that the model can be served in."""
+    def kv_formats(self) -> list[str]:
+        """KV formats smaller than what checkpoint and kernels ask for, in which the model can be served."""
         if self.model.family in self.cluster.accelerator.kv_format:
-            return [None]
-        own = self.model.kv_bytes_per_token
-        formats = (f.name for f in self.model.kv_formats)
-        return [None, *(name for name in formats if self.model.with_kv(name).kv_bytes_per_token < own)]
+            return []
+        own, names = self.model.kv_bytes_per_token, (f.name for f in self.model.kv_formats)
+        return [name for name in names if self.model.with_kv(name).kv_bytes_per_token < own]
 
     def can_fuse(self, layout: ParallelLayout) -> bool:
         """Whether dispatch, experts and combine can be one kernel: MegaMoE multiplies FP8 rows with FP4 experts."""
-        entries = load_profile(self.cluster.accelerator.family).operators
-        available = any(name.startswith(OpKind.FUSED_MOE) for name in entries)
+        available = _has_fused_kernel(self.cluster.accelerator.family)
         inside = layout.expert_group <= self.cluster.domain
         return available and inside and layout.exchanges_rows and self.model.expert_format.name == "mxfp4"
 
@@ -175,6 +180,11 @@ class SearchSpace:
                     refusals.add("tp or etp would cross the scale-up domain", str(layout))
                     continue
                 yield layout
+
+
+@lru_cache(maxsize=16)
+def _has_fused_kernel(family: str) -> bool:
+    return any(name.startswith(OpKind.FUSED_MOE) for name in load_profile(family).operators)
 
 
 def _shares() -> Iterator[tuple[int, int, int]]:

@@ -240,12 +240,14 @@ def test_fusing_gains_what_was_published(model: str, rows: int) -> None:
 
 
 def test_fused_experts_need_a_kernel_and_an_exchange() -> None:
-    hopper = graph(V3, "h800", ParallelLayout(dp=8, ep=8), fused=True)
+    hopper = graph(FLASH, "h800", ParallelLayout(dp=8, ep=8), fused=True)
     with pytest.raises(NoDataError, match="hopper has no parameters for fused_moe at fp8"):
         step_cost(hopper, decode(8.0), CostModel(load_hardware("h800")))
     for layout in (ParallelLayout(), ParallelLayout(tp=8, ep=8)):
         with pytest.raises(UsageError, match="rows are not exchanged between ranks"):
             graph(PRO, "b200", layout, fused=True)
+    with pytest.raises(UsageError, match="deepseek-v3 has fp8 128x128 fp32 experts"):
+        graph(V3, "b200", ParallelLayout(dp=8, ep=8), fused=True)
 
 
 def test_transformations_keep_repeated_blocks_shared() -> None:
@@ -271,7 +273,7 @@ def plan_of(model: str, layout: LayoutSpec, **settings: Any) -> Plan:
     workload = Workload(
         isl=FixedLength(tokens=800),
         osl=FixedLength(tokens=12),
-        arrivals=PoissonArrivals(rate=100),
+        arrivals=PoissonArrivals(rate=10),
         num_requests=32,
         seed=3,
     )

@@ -6,9 +6,8 @@ one block, so that an operator's work is computed once for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from deepinfer.graph.ops import Operator
@@ -58,7 +57,7 @@ class ExecutionGraph:
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         """The unrolled graph in issue order, dependencies resolved."""
-        return tuple(self._unroll())
+        return _unrolled(self._wiring)
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -66,31 +65,68 @@ class ExecutionGraph:
 
         It has the same makespan as `steps` and, for models of this kind, less than half as many members.
         """
-        streams = [operator.stream for block in self.blocks for operator in block.operators]
-        awaited = {p for i, step in enumerate(self.steps) for p in step.after if streams[p] != streams[i]}
-        run_of: list[int] = []
-        found: list[tuple[list[int], tuple[int, ...]]] = []
-        last: dict[str, int] = {}
-        for position, (operator, after) in enumerate(self.steps):
-            previous = last.get(streams[position])
-            if previous is not None and after == (previous,) and previous not in awaited:
-                run_of.append(run_of[previous])
-                found[run_of[previous]][0].append(operator)
-            else:
-                run_of.append(len(found))
-                found.append(([operator], tuple(sorted({run_of[p] for p in after}))))
-            last[streams[position]] = position
-        return tuple(Run(tuple(operators), after) for operators, after in found)
+        return _runs(self._wiring)
 
-    def _unroll(self) -> Iterator[Step]:
+    @cached_property
+    def _wiring(self) -> _Wiring:
         index = {operator: i for i, operator in enumerate(self.operators)}
-        writer: dict[str, tuple[str, int]] = {}
-        last_on_stream: dict[str, int] = {}
-        operators = (operator for block in self.blocks for operator in block.operators)
-        for position, operator in enumerate(operators):
-            latest: dict[str, int] = {s: p for s, p in last_on_stream.items() if s == operator.stream}
-            for stream, written in (writer[name] for name in operator.inputs if name in writer):
-                latest[stream] = max(latest.get(stream, -1), written)
-            yield Step(index[operator], tuple(sorted(latest.values())))
-            writer.update(dict.fromkeys(operator.outputs, (operator.stream, position)))
-            last_on_stream[operator.stream] = position
+        blocks = {block: i for i, block in enumerate(dict.fromkeys(self.blocks))}
+        wires = tuple(
+            tuple(_Wire(index[op], op.stream, op.inputs, op.outputs) for op in block.operators) for block in blocks
+        )
+        return _Wiring(wires, tuple(blocks[block] for block in self.blocks))
+
+
+class _Wire(NamedTuple):
+    """An operator by its number, as far as the order of execution depends on it."""
+
+    operator: int
+    stream: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class _Wiring(NamedTuple):
+    """A graph without its work: many layouts of a model have the same, which is unrolled once."""
+
+    blocks: tuple[tuple[_Wire, ...], ...]
+    order: tuple[int, ...]
+
+    @property
+    def streams(self) -> list[str]:
+        """Stream of each operator in issue order."""
+        return [wire.stream for i in self.order for wire in self.blocks[i]]
+
+
+@lru_cache(maxsize=128)
+def _unrolled(wiring: _Wiring) -> tuple[Step, ...]:
+    writer: dict[str, tuple[str, int]] = {}
+    last_on_stream: dict[str, int] = {}
+    steps: list[Step] = []
+    for position, wire in enumerate(wire for i in wiring.order for wire in wiring.blocks[i]):
+        latest: dict[str, int] = {s: p for s, p in last_on_stream.items() if s == wire.stream}
+        for stream, written in (writer[name] for name in wire.inputs if name in writer):
+            latest[stream] = max(latest.get(stream, -1), written)
+        steps.append(Step(wire.operator, tuple(sorted(latest.values()))))
+        writer.update(dict.fromkeys(wire.outputs, (wire.stream, position)))
+        last_on_stream[wire.stream] = position
+    return tuple(steps)
+
+
+@lru_cache(maxsize=128)
+def _runs(wiring: _Wiring) -> tuple[Run, ...]:
+    steps, streams = _unrolled(wiring), wiring.streams
+    awaited = {p for i, step in enumerate(steps) for p in step.after if streams[p] != streams[i]}
+    run_of: list[int] = []
+    found: list[tuple[list[int], tuple[int, ...]]] = []
+    last: dict[str, int] = {}
+    for position, (operator, after) in enumerate(steps):
+        previous = last.get(streams[position])
+        if previous is not None and after == (previous,) and previous not in awaited:
+            run_of.append(run_of[previous])
+            found[run_of[previous]][0].append(operator)
+        else:
+            run_of.append(len(found))
+            found.append(([operator], tuple(sorted({run_of[p] for p in after}))))
+        last[streams[position]] = position
+    return tuple(Run(tuple(operators), after) for operators, after in found)

@@ -38,13 +38,17 @@ def build_graph(
     """The graph of one step on one rank of an engine.
 
     Raises UsageError for a feature the model has not: compact replay without bounded layers, more drafts than the
-    draft module gives, a layout that the model does not divide over, fused experts where no rows are exchanged.
+    draft module gives, a layout that the model does not divide over, fused experts where no rows are
+    exchanged or weights have more than 4 bits.
     """
     if features.replay == "compact" and not model.supports_compact_replay:
         raise UsageError(f"model {model.name} has no bounded layers: replay mode compact does not apply")
     most = model.draft.max_drafts if model.draft else 0
     if not 0 <= features.nextn <= most:
         raise UsageError(f"model {model.name} drafts 0 to {most} tokens, not {features.nextn}")
+    fmt = model.expert_format
+    if features.moe == "fused" and fmt.bytes_per_parameter >= 1.0:
+        raise UsageError(f"model {model.name} has {fmt.name} experts: the fused kernel multiplies 4-bit weights only")
     ctx = BuildContext(model, layout, cluster, features)
     blocks = _BUILDERS[model.family](ctx)
     graph = ExecutionGraph(f"{model.name} {layout} {features.phase} nextn {features.nextn}", blocks)

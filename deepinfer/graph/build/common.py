@@ -77,7 +77,7 @@ class BuildContext:
         """So many rows of a replica as the busiest of its cp ranks has them: with fewer rows than ranks, one."""
         return _busiest_share(rows, self.layout.cp)
 
-    def expert_rows(self, view: View) -> RowsOf:
+    def routed_rows(self, view: View) -> RowsOf:
         """Rows of the busiest rank in expert layers: the tp ranks may divide theirs among themselves."""
         if not self.layout.scatters_rows:
             return self.rows(view)

@@ -79,6 +79,6 @@ def _layer_block(
     scatter = isinstance(layer.ffn, MoE) and ctx.layout.scatters_rows
     name = "scatter_attention" if scatter else "reduce_attention"
     all_reduce_operator(ctx, ops, name, ("attn_out", "attn_out"), rows, passes=1 if scatter else 2)
-    ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), ctx.expert_rows(view) if scatter else rows, norm)
+    ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), ctx.routed_rows(view) if scatter else rows, norm)
     ffn_operators(ctx, ops, layer.ffn, view, draft)
     return Block("dense layer" if isinstance(layer.ffn, DenseFFN) else "moe layer", tuple(ops.operators))

@@ -43,7 +43,7 @@ def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, vie
         _gated(ctx, ops, "ffn", ("ffn_in", "ffn_mid", "ffn_out"), ctx.rows(view), ffn.width // ctx.layout.tp)
         all_reduce_operator(ctx, ops, "reduce_ffn", ("ffn_out", "ffn_out"), ctx.rows(view))
         return
-    rows, tp = ctx.expert_rows(view), ctx.layout.tp
+    rows, tp = ctx.routed_rows(view), ctx.layout.tp
     routing = _routing(ctx, ffn, view, draft)
     ops.gemm("router", ("ffn_in", "routing"), rows, ctx.model.hidden_size, ffn.num_experts, BF16)
     _exchange(ctx, ops, routing, rows, "dispatch")
