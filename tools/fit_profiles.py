@@ -296,10 +296,10 @@ def attentions(hopper: bool) -> list[Entry]:
         ),
         Entry(
             "sparse_attention_prefill.bf16",
-            (*ROOFLINE, "rows_half", *softmax),
+            (*COMPUTE, "rows_half", *softmax),
             {sparse: sparse_attention_prefill},
-            ">= 512 query rows, rows = entries of one",
-            lists,
+            f">= 512 query rows, rows = entries of one; {FLASHMLA_HBM}",
+            (HBM, *lists),
         ),
         Entry(
             "index_score.fp8",
