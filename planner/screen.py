@@ -177,7 +177,7 @@ class Screen:
         return kinds, [p for p in points if p is not None]
 
     def _best_per_gpu(self, kind: EngineKind, engines: EnginePoints) -> float:
-        """The most requests/s per GPU of a kind within the limits, on a cluster of whole engines; 0 if it keeps none."""
+        """The most requests/s per GPU of a kind within the limits, whole engines on the cluster; 0 outside."""
         gpus = (self._prefilling if kind.role == "prefill" else self._serving).space.gpus
         within = (engines.tpot_s <= self.slo.tpot_s) & (engines.ttft_s <= self.slo.ttft_s)
         best = float(engines.capacity_rps[within].max(initial=0.0))
