@@ -60,20 +60,33 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one user each. The caller has checked `num_free`."""
-        blocks = [self._take() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
+        recycled = self._recycled
+        taken = min(count, len(recycled))
+        blocks = recycled[len(recycled) - taken :]
+        del recycled[len(recycled) - taken :]
+        fresh = min(count - taken, self.num_blocks - self._next_fresh)
+        if fresh:
+            blocks.extend(range(self._next_fresh, self._next_fresh + fresh))
+            self._next_fresh += fresh
+        blocks.extend(self._evict() for _ in range(count - taken - fresh))
+        self._references.update(dict.fromkeys(blocks, 1))
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a user from each block; the end of a prefix becomes reusable before its beginning."""
+        references, hash_of = self._references, self._hash_of
+        if hash_of.keys().isdisjoint(blocks):  # then nobody else can have found them
+            for block in blocks:
+                del references[block]
+            self._recycled.extend(blocks)
+            return
         for block in reversed(blocks):
-            users = self._references[block]
+            users = references[block]
             if users > 1:
-                self._references[block] = users - 1
+                references[block] = users - 1
                 continue
-            del self._references[block]
-            if block in self._hash_of:
+            del references[block]
+            if block in hash_of:
                 self._cached[block] = None
             else:
                 self._recycled.append(block)
@@ -97,12 +110,7 @@ class BlockPool:
         assert known == self._next_fresh <= self.num_blocks, "blocks were lost or invented"
         assert all(users > 0 for users in self._references.values()), "a block has no user"
 
-    def _take(self) -> int:
-        if self._recycled:
-            return self._recycled.pop()
-        if self._next_fresh < self.num_blocks:
-            self._next_fresh += 1
-            return self._next_fresh - 1
+    def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         return block
