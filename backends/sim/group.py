@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import simpy
 
+from backends.sim.resting import RestingReplicas
 from backends.sim.steptime import StepTimer
 from backends.sim.stretch import Stretch, StretchClock, plan_stretch
 from backends.sim.verifier import Verifier
 from deepinfer.engine.core import (
     Advance,
-    Advanced,
     Agree,
     Answer,
     Arrivals,
@@ -21,7 +21,9 @@ from deepinfer.engine.core import (
     Collect,
     Deliver,
     Plans,
+    Rest,
     Submit,
+    Wake,
     Wish,
     run_engine,
 )
@@ -29,18 +31,16 @@ from deepinfer.engine.deployment import Deployment
 from deepinfer.metrics.record import RunRecord, SubmittedStep
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
-from deepinfer.scheduler.step import StepResult
+from deepinfer.scheduler.step import StepPlan, StepResult
 
 Process = Generator[simpy.Event, Any, Any]
 
 
 class _Ticket(NamedTuple):
-    """A submitted step: its plans, their cached tokens, its seconds on the device, when it ends, the event of that."""
+    """A submitted step, its plans, and the event of its end."""
 
     plans: Plans
-    context_tokens: int
-    seconds: float
-    end_s: float
+    step: SubmittedStep
     done: simpy.Event
 
 
@@ -61,16 +61,18 @@ class StepGroup:
         self._asynchronous = deployment.settings.async_scheduling
         config = deployment.scheduler_config()
         self.schedulers = [Scheduler(config) for _ in range(deployment.replicas_per_group)]
+        self._rows_per_request = config.nextn + 1
+        self._resting = RestingReplicas(len(self.schedulers), config.nextn, verifier, record)
         self._inbox: list[tuple[int, Request]] = []
         self._queued = [0] * len(self.schedulers)
         self._bell = env.event()
         self._closed = False
-        self._cpu = simpy.Resource(env, capacity=1)
         self._device_free_s = 0.0
-        self._tickets: list[_Ticket | None] = []
+        self._num_submitted = 0
+        self._tickets: list[_Ticket] = []  # oldest first
         self.check_integrity = False
         self.every_step = False
-        self._under_way: tuple[Advance, Stretch] | None = None
+        self._under_way: Stretch | None = None
 
     def load(self, replica: int) -> int:
         """Waiting requests count four times (vLLM's data-parallel balancer: 4 x waiting + running)."""
@@ -112,67 +114,65 @@ class StepGroup:
             case Deliver():
                 yield from self._deliver(wish)
                 return None
-            case Advance():
-                return (yield from self._advance(wish))
+            case Rest():
+                return self._resting.offer(wish)
+            case Wake(replicas):
+                return tuple(self._resting.wake(replica) for replica in replicas)
+            case Advance(most):
+                return (yield from self._advance(most))
             case Arrivals(block):
                 return (yield from self._arrivals(block))
             case Agree(activity):
                 return activity  # all replicas of the group are in this process
 
-    def _advance(self, wish: Advance) -> Generator[simpy.Event, Any, Advanced]:
-        """Let a stretch of equal decisions pass at once, up to the first poll that sees a new request."""
-        ahead = self._tickets[-1] if self._asynchronous and self._tickets else None
-        clock = StretchClock(
-            now_s=self._env.now,
-            device_free_s=self._device_free_s,
-            oldest=None if ahead is None else SubmittedStep(ahead.seconds, ahead.end_s, ahead.context_tokens),
-            submit_s=self._host.submit_seconds(max(len(b) for b in wish.batches if b is not None), 0, captured=True),
-            deliver_s=self._host.deliver_seconds(max(len(b) for b in wish.batches if b is not None)),
-            gap_s=self._host.step_gap_s.value,
-        )
-        stretch = None if self._inbox else plan_stretch(wish, clock, self._timer, self._verifier)
-        if stretch is None:
-            return Advanced(0, tuple(None for _ in wish.batches))
+    def _advance(self, most: int) -> Generator[simpy.Event, Any, int]:
+        """Let steps in which every replica rests pass at once, up to the first poll that sees a new request."""
+        if self._inbox:
+            return 0
+        stretch = self._plan_stretch(most)
         self._bell = self._env.event()
-        self._under_way = (wish, stretch)
+        self._under_way = stretch
         over = self._env.timeout(stretch.polls_s[-1] - self._env.now)
         yield over | self._bell
         if not over.processed:
-            stretch = stretch.until(self._env.now)
-            self._under_way = (wish, stretch)
+            self._under_way = stretch = stretch.until(self._env.now)
             yield self._env.timeout(max(stretch.polls_s[-1] - self._env.now, 0.0))
         self._under_way = None
-        return self._land(wish, stretch, ahead)
-
-    def settle(self) -> None:
-        """The run is cut off now: note what a stretch that is under way has done so far."""
-        if self._under_way is not None:
-            wish, stretch = self._under_way
-            self._note_stretch(wish, stretch.cut(self._env.now))
-            self._under_way = None
-
-    def _note_stretch(self, wish: Advance, stretch: Stretch) -> None:
-        batches = [batch for batch in wish.batches if batch is not None]
-        everyone = np.concatenate([batch.request_ids for batch in batches])
-        kept = stretch.kept[: len(stretch.collected)].sum(axis=1)
-        self._record.steps.append_stretch(stretch.collected_s, stretch.collected, batches, kept)
-        if stretch.num_steps:
-            self._record.deliver_stretch(everyone, stretch.kept[: stretch.num_steps], stretch.polls_s)
-
-    def _land(self, wish: Advance, stretch: Stretch, ahead: _Ticket | None) -> Advanced:
-        """Enter what a stretch did into the record, the verifier and the device."""
-        batches = [batch for batch in wish.batches if batch is not None]
-        everyone = np.concatenate([batch.request_ids for batch in batches])
-        self._note_stretch(wish, stretch)
-        self._verifier.pass_rounds(everyone, stretch.num_steps)
+        self._note_stretch(stretch)
         last = stretch.submitted[-1]
         self._device_free_s = last.end_s
-        totals = stretch.kept[: stretch.num_steps].sum(axis=0)
-        if ahead is not None:
-            done = self._env.timeout(max(last.end_s - self._env.now, 0.0))
-            self._tickets[-1] = _Ticket(ahead.plans, last.context_tokens, last.seconds, last.end_s, done)
-        parts = iter(np.split(totals, np.cumsum([len(batch) for batch in batches])[:-1]))
-        return Advanced(stretch.num_steps, tuple(None if b is None else next(parts) for b in wish.batches))
+        if self._asynchronous:
+            plans = self._tickets[-1].plans
+            self._tickets[-1] = _Ticket(plans, last, self._env.timeout(max(last.end_s - self._env.now, 0.0)))
+        return stretch.num_steps
+
+    def _plan_stretch(self, most: int) -> Stretch:
+        resting = self._resting
+        clock = StretchClock(
+            now_s=self._env.now,
+            device_free_s=self._device_free_s,
+            oldest=self._tickets[-1].step if self._asynchronous else None,
+            submit_s=self._host.submit_seconds(resting.most_requests, 0, captured=True),
+            deliver_s=self._host.deliver_seconds(resting.most_requests),
+            gap_s=self._host.step_gap_s.value,
+        )
+        contexts, busy = resting.contexts(most), np.flatnonzero(resting.counts)
+        seconds = self._timer.decode_seconds(resting.counts[busy], contexts[:, busy], len(self.schedulers))
+        rows = resting.num_requests * self._rows_per_request
+        return plan_stretch(clock, seconds.tolist(), resting.num_requests, rows, contexts.sum(axis=1))
+
+    def settle(self) -> None:
+        """The run is cut off now: note what a stretch that is under way and resting replicas have done so far."""
+        if self._under_way is not None:
+            self._note_stretch(self._under_way.cut(self._env.now))
+            self._under_way = None
+        self._resting.settle()
+
+    def _note_stretch(self, stretch: Stretch) -> None:
+        kept = self._resting.kept(len(stretch.collected)).tolist()
+        for collected_s, step, tokens in zip(stretch.collected_s, stretch.collected, kept, strict=True):
+            self._record.steps.append(collected_s, step, tokens)
+        self._resting.deliver_steps(stretch.polls_s)
 
     def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
         if block and not self._inbox and not self._closed:
@@ -187,42 +187,50 @@ class StepGroup:
         if self.check_integrity:
             for scheduler in self.schedulers:
                 scheduler.check_integrity()
-        captured = all(plan is None or not plan.prefill for plan in plans)
-        most = max(len(plan.decode) + len(plan.prefill) for plan in plans if plan is not None)
-        yield from self._busy(self._host.submit_seconds(most, self._timer.num_kernels, captured))
-        seconds = self._timer.seconds(plans)
+        awake = self._awake(plans)
+        step = self._step(awake)
+        captured = not step.prefill_rows
+        most = max((len(plan.decode) + len(plan.prefill) for plan in awake), default=0)
+        most = max(most, self._resting.most_requests)
+        yield self._env.timeout(self._host.submit_seconds(most, self._timer.num_kernels, captured))
         start = max(self._env.now, self._device_free_s + self._host.step_gap_s.value)
-        end_s = self._device_free_s = start + seconds
-        context_tokens = sum(int(plan.decode.contexts.sum()) for plan in plans if plan is not None)
+        end_s = self._device_free_s = start + step.seconds
         done = self._env.timeout(end_s - self._env.now)
-        self._tickets.append(_Ticket(plans, context_tokens, seconds, end_s, done))
-        return len(self._tickets) - 1
+        self._tickets.append(_Ticket(plans, step._replace(end_s=end_s), done))
+        self._num_submitted += 1
+        return self._num_submitted
+
+    def _awake(self, plans: Plans) -> list[StepPlan]:
+        return [plan for r, plan in enumerate(plans) if plan is not None and r not in self._resting]
+
+    def _step(self, awake: list[StepPlan]) -> SubmittedStep:
+        """The next step: of the replicas with these plans, and of the resting ones."""
+        resting = self._resting
+        decodes = resting.num_requests + sum(len(plan.decode) for plan in awake)
+        rows = resting.num_requests * self._rows_per_request
+        seconds = self._timer.seconds(awake, resting.heaviest(), rows, len(self.schedulers))
+        contexts = int(resting.contexts()[0].sum()) + sum(int(plan.decode.contexts.sum()) for plan in awake)
+        prefill_rows = sum(chunk.rows for plan in awake for chunk in plan.prefill)
+        return SubmittedStep(seconds, 0.0, decodes, decodes * self._rows_per_request, prefill_rows, contexts)
 
     def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
-        ticket = self._tickets[number]
-        assert ticket is not None
-        self._tickets[number] = None
+        ticket = self._tickets.pop(0)
         yield ticket.done
-        results = self._verifier.results(ticket.plans)
-        plans = [plan for plan in ticket.plans if plan is not None]
+        plans = tuple(None if r in self._resting else plan for r, plan in enumerate(ticket.plans))
+        results = self._verifier.results(plans)
         kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
-        self._record.steps.append(self._env.now, ticket.seconds, plans, ticket.context_tokens, kept)
+        self._record.steps.append(self._env.now, ticket.step, kept + int(self._resting.kept()[0]))
         return results
 
     def _deliver(self, delivery: Deliver) -> Process:
         outputs = [output for output in delivery.outputs if output is not None]
         most = max((len(output.request_ids) for output in outputs), default=0)
-        yield from self._busy(self._host.deliver_seconds(most))
+        yield self._env.timeout(self._host.deliver_seconds(max(most, self._resting.most_requests)))
         now, record = self._env.now, self._record
-        tokens = np.concatenate([output.tokens for output in outputs])
-        record.deliver(np.concatenate([output.request_ids for output in outputs]), tokens, now)
+        nobody = np.zeros(0, dtype=np.int64)
+        ids = np.concatenate([nobody, *(output.request_ids for output in outputs)])
+        self._resting.deliver(ids, np.concatenate([nobody, *(output.tokens for output in outputs)]), now)
         for output in outputs:
             for request_id in output.finished:
                 record.finish_s[request_id] = now
                 self._on_finish(request_id)
-
-    def _busy(self, seconds: float) -> Process:
-        """Hold the engine's CPU thread."""
-        with self._cpu.request() as turn:
-            yield turn
-            yield self._env.timeout(seconds)

@@ -19,6 +19,8 @@ class Verifier:
     def results(self, plans: Plans) -> tuple[StepResult | None, ...]:
         """What the replicas' plans of one step produce."""
         ids = [plan.decode.request_ids for plan in plans if plan is not None]
+        if not ids:
+            return tuple(None for _ in plans)
         everyone = np.concatenate(ids)
         kept = self.peek(everyone, 1)[0]
         self.pass_rounds(everyone, 1)

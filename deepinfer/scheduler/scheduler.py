@@ -78,6 +78,11 @@ class Scheduler:
         """Requests admitted and not finished."""
         return len(self._prefilling) + len(self._decoding)
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps decided and not committed."""
+        return len(self._in_flight)
+
     def fits(self, request: Request) -> bool:
         """Whether the request could ever run: its whole KV fits the pool."""
         tokens = request.prompt_tokens + request.max_new_tokens + self.config.nextn + 1
@@ -144,7 +149,8 @@ class Scheduler:
 
     def room(self) -> Ints:
         """Tokens that each request of `decoding()` may still generate."""
-        return self._decoding.limit - self._decoding.generated
+        room: Ints = self._decoding.limit - self._decoding.generated
+        return room
 
     def advance(self, kept: Ints) -> None:
         """Take in several repetitions of the last decision at once: the tokens each request of `decoding()` kept.

@@ -16,7 +16,8 @@ class Sequence:
 
     `target` tokens are prefilled: the prompt, and what had been generated before a preemption. `planned` and `computed`
     count prefilled tokens in steps decided and in steps committed. `row` is its place in the `DecodeTable`, -1 outside,
-    and `handle` its name there. `steps_in_flight` counts its prefill steps not committed; its decode steps are counted there until it stops.
+    and `handle` its name there. `steps_in_flight` counts its prefill steps not committed; its decode steps are counted
+    there until it stops.
     """
 
     request: Request
