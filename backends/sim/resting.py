@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from backends.sim.steptime import most_loaded
 from backends.sim.verifier import Verifier
 from deepinfer.engine.core import Rest
 from deepinfer.engine.shape import ReplicaLoad
@@ -93,11 +94,10 @@ class RestingReplicas:
     def heaviest(self) -> list[ReplicaLoad]:
         """The replicas that could be the slowest of the next step: with most requests, and with most cached tokens."""
         contexts = self._contexts[self.step - self._origin]
-        most_cached = int(contexts.argmax())
-        most_rows = int((self.counts * (1 << 40) + contexts).argmax())
+        found = {int(replica) for replica in most_loaded(self.counts, contexts)}
         return [
             ReplicaLoad(count, self._drafts, int(contexts[r]) / count)
-            for r in {most_cached, most_rows}
+            for r in sorted(found)
             if (count := int(self.counts[r]))
         ]
 

@@ -33,6 +33,18 @@ FEW = 1e-6
 """A share of ending chunks that is not 0 and adds no rows."""
 
 
+def most_loaded(counts: Ints, cached: Ints) -> tuple[Ints, Ints]:
+    """Of replicas that only decode (the last axis): the one with most requests, and the one with most cached tokens.
+
+    The one with more of the other of equals, so that the choice is that of `heaviest`.
+    """
+    return (counts * _LARGE + cached).argmax(axis=-1), (cached * _LARGE + counts).argmax(axis=-1)
+
+
+_LARGE = 1 << 31
+"""More requests or cached tokens than a replica has."""
+
+
 class StepTimer:
     """Seconds of a step group's step from the plans of its replicas."""
 
@@ -68,9 +80,8 @@ class StepTimer:
         `counts` ([replicas]) requests decode in the replicas that have any, with `cached` tokens ([steps, replicas]).
         """
         rows = float(counts.sum()) * (self._drafts + 1) / num_replicas
-        most_rows = np.flatnonzero(counts == counts.max())
         seconds = np.zeros(len(cached))
-        for replicas in (most_rows[np.argmax(cached[:, most_rows], axis=1)], np.argmax(cached, axis=1)):
+        for replicas in most_loaded(counts, cached):
             contexts = cached[np.arange(len(cached)), replicas] / counts[replicas]
             for count in np.unique(counts[replicas]).tolist():
                 steps = counts[replicas] == count
