@@ -132,18 +132,20 @@ class StepGroup:
         stretch = self._plan_stretch(most)
         self._bell = self._env.event()
         self._under_way = stretch
-        over = self._env.timeout(stretch.polls_s[-1] - self._env.now)
+        over = self._env.timeout(float(stretch.polls_s[-1]) - self._env.now)
         yield over | self._bell
         if not over.processed:
             self._under_way = stretch = stretch.until(self._env.now)
-            yield self._env.timeout(max(stretch.polls_s[-1] - self._env.now, 0.0))
+            yield self._env.timeout(max(float(stretch.polls_s[-1]) - self._env.now, 0.0))
         self._under_way = None
         self._note_stretch(stretch)
-        last = stretch.submitted[-1]
-        self._device_free_s = last.end_s
+        last = stretch.num_steps - 1
+        self._device_free_s = end_s = float(stretch.ends_s[last])
         if self._asynchronous:
-            plans = self._tickets[-1].plans
-            self._tickets[-1] = _Ticket(plans, last, self._env.timeout(max(last.end_s - self._env.now, 0.0)))
+            plans, step, _ = self._tickets[-1]
+            context_tokens = int(stretch.contexts[last])
+            step = step._replace(seconds=float(stretch.seconds[last]), end_s=end_s, context_tokens=context_tokens)
+            self._tickets[-1] = _Ticket(plans, step, self._env.timeout(max(end_s - self._env.now, 0.0)))
         return stretch.num_steps
 
     def _plan_stretch(self, most: int) -> Stretch:
@@ -158,8 +160,7 @@ class StepGroup:
         )
         contexts, busy = resting.contexts(most), np.flatnonzero(resting.counts)
         seconds = self._timer.decode_seconds(resting.counts[busy], contexts[:, busy], len(self.schedulers))
-        rows = resting.num_requests * self._rows_per_request
-        return plan_stretch(clock, seconds.tolist(), resting.num_requests, rows, contexts.sum(axis=1))
+        return plan_stretch(clock, seconds, contexts.sum(axis=1))
 
     def settle(self) -> None:
         """The run is cut off now: note what a stretch that is under way and resting replicas have done so far."""
@@ -169,10 +170,17 @@ class StepGroup:
         self._resting.settle()
 
     def _note_stretch(self, stretch: Stretch) -> None:
-        kept = self._resting.kept(len(stretch.collected)).tolist()
-        for collected_s, step, tokens in zip(stretch.collected_s, stretch.collected, kept, strict=True):
-            self._record.steps.append(collected_s, step, tokens)
-        self._resting.deliver_steps(stretch.polls_s)
+        resting, (seconds, contexts) = self._resting, stretch.collected()
+        decodes = resting.num_requests
+        self._record.steps.extend(
+            stretch.collected_s,
+            seconds,
+            decodes,
+            decodes * self._rows_per_request,
+            contexts,
+            resting.kept(len(seconds)),
+        )
+        resting.deliver_steps(stretch.polls_s)
 
     def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
         if block and not self._inbox and not self._closed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from backends.sim.steptime import most_loaded
 from backends.sim.verifier import Verifier
@@ -16,6 +17,8 @@ from deepinfer.engine.core import Rest
 from deepinfer.engine.shape import ReplicaLoad
 from deepinfer.metrics.record import EvenDelivery, RunRecord
 from deepinfer.scheduler.step import Ints
+
+Floats = npt.NDArray[np.float64]
 
 MOST_STEPS = 512
 """Steps worked out at once for one replica; a longer rest is several."""
@@ -129,17 +132,19 @@ class RestingReplicas:
         self.step += 1
         self._make_room(1)
 
-    def deliver_steps(self, times: list[float]) -> None:
+    def deliver_steps(self, times: Floats) -> None:
         """Note the next steps' deliveries, when only resting replicas have any."""
-        if not times:
+        if not len(times):
             return
+        first_s, last_s = float(times[0]), float(times[-1])
         nobody = np.zeros(0, dtype=np.int64)
-        self.deliver(nobody, nobody, times[0])
-        later = np.asarray(times[1:])
-        self._record.deliver_evenly(self.num_requests, self.kept(len(later)), later, times[0])
-        self._last_delivery_s = times[-1]
-        self.step += len(later)
-        self._make_room(1)
+        self.deliver(nobody, nobody, first_s)
+        if len(times) > 1:
+            kept = self.kept(len(times) - 1)
+            self._record.deliver_evenly(self.num_requests, kept, times[1:], first_s)
+            self._last_delivery_s = last_s
+            self.step += len(times) - 1
+            self._make_room(1)
 
     def _settle(self, rest: _Resting) -> Ints:
         steps = self.step - rest.start

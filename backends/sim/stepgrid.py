@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,15 +23,13 @@ class Axis(NamedTuple):
     cells: int
     bounded: bool = False
 
-    def node(self, index: int) -> float:
-        """The grid point of a number from 0 on."""
-        return self.floor * 2.0 ** ((index - 1) / self.per_octave) if index else 0.0
+    def nodes(self) -> list[float]:
+        """The grid points, up to more than anything counts."""
+        octaves = 0 if self.bounded else _OCTAVES
+        return [0.0, *(self.floor * 2.0 ** (i / self.per_octave) for i in range(octaves * self.per_octave + 1))]
 
-    def cell(self, value: float) -> int:
-        """The number of the last grid point that is not beyond the value."""
-        if value < self.floor or self.bounded:
-            return 0
-        return 1 + int(self.per_octave * math.log2(value / self.floor) + 1e-9)
+
+_OCTAVES = 48
 
 
 class StepGrid:
@@ -43,29 +40,37 @@ class StepGrid:
 
     def __init__(self, axes: Sequence[Axis], evaluate: Callable[..., Floats]) -> None:
         self._axes, self._evaluate = tuple(axes), evaluate
+        self._nodes = [(nodes := axis.nodes(), len(nodes) - 1) for axis in axes]
         self._blocks: dict[tuple[int, ...], Floats] = {}
         self._cells: dict[tuple[int, ...], list[float]] = {}
 
     def __call__(self, *values: float) -> float:
         """The function at one point."""
-        cell = tuple(axis.cell(value) for axis, value in zip(self._axes, values, strict=True))
-        corners = self._cells.get(cell)
+        cell, shares = [], []
+        for (nodes, last), value in zip(self._nodes, values, strict=True):
+            index = bisect_right(nodes, value, 0, last) - 1
+            low = nodes[index]
+            cell.append(index)
+            shares.append((value - low) / (nodes[index + 1] - low))
+        key = tuple(cell)
+        corners = self._cells.get(key)
         if corners is None:
-            corners = self._cells[cell] = self._corners(cell)
-        for axis, value, index in zip(self._axes, values, cell, strict=True):
-            half = len(corners) // 2
-            low = axis.node(index)
-            if value == low:
+            corners = self._cells[key] = self._corners(key)
+        half = len(corners)
+        for share in shares:
+            half //= 2
+            if share == 0.0:
                 corners = corners[:half]
-                continue
-            share = (value - low) / (axis.node(index + 1) - low)
-            corners = [a + share * (b - a) for a, b in zip(corners[:half], corners[half:], strict=True)]
+            elif share == 1.0:
+                corners = corners[half:]
+            else:
+                corners = [a + share * (b - a) for a, b in zip(corners[:half], corners[half:], strict=True)]
         return corners[0]
 
     def along(self, axis: int, low: float, high: float) -> Floats:
         """Grid points of an axis between which all of [low, high] lies."""
-        a = self._axes[axis]
-        return np.asarray([a.node(i) for i in range(a.cell(low), a.cell(high) + 2)])
+        nodes, last = self._nodes[axis]
+        return np.asarray(nodes[bisect_right(nodes, low, 0, last) - 1 : bisect_right(nodes, high, 0, last) + 1])
 
     def _corners(self, cell: tuple[int, ...]) -> list[float]:
         key = tuple(index // axis.cells for axis, index in zip(self._axes, cell, strict=True))
@@ -73,12 +78,13 @@ class StepGrid:
         if block is None:
             block = self._blocks[key] = self._tabulate(key)
         at = [index % axis.cells for axis, index in zip(self._axes, cell, strict=True)]
-        return [float(block[corner]) for corner in itertools.product(*((i, i + 1) for i in at))]
+        corners: list[float] = block[tuple(slice(i, i + 2) for i in at)].ravel().tolist()
+        return corners
 
     def _tabulate(self, key: tuple[int, ...]) -> Floats:
         points = [
-            np.asarray([axis.node(block * axis.cells + i) for i in range(axis.cells + 1)])
-            for axis, block in zip(self._axes, key, strict=True)
+            np.asarray(nodes[block * axis.cells : (block + 1) * axis.cells + 1])
+            for axis, (nodes, _), block in zip(self._axes, self._nodes, key, strict=True)
         ]
         shape = tuple(len(p) for p in points)
         return np.broadcast_to(self._evaluate(*np.ix_(*points)), shape)

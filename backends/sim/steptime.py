@@ -80,15 +80,25 @@ class StepTimer:
         `counts` ([replicas]) requests decode in the replicas that have any, with `cached` tokens ([steps, replicas]).
         """
         rows = float(counts.sum()) * (self._drafts + 1) / num_replicas
+        by_rows, by_cached = most_loaded(counts, cached)
+        seconds = self._decoding(by_rows, counts, cached, rows)
+        if not np.array_equal(by_rows, by_cached):
+            seconds = np.maximum(seconds, self._decoding(by_cached, counts, cached, rows))
+        return seconds
+
+    def _decoding(self, replicas: Ints, counts: Ints, cached: Ints, mean_rows: float) -> Floats:
+        """Seconds of successive steps as these replicas ([steps]) see them."""
+        sizes = counts[replicas]
+        contexts = cached[np.arange(len(cached)), replicas] / sizes
         seconds = np.zeros(len(cached))
-        for replicas in most_loaded(counts, cached):
-            contexts = cached[np.arange(len(cached)), replicas] / counts[replicas]
-            for count in np.unique(counts[replicas]).tolist():
-                steps = counts[replicas] == count
-                padded = padded_requests(count, self._drafts, self._graph_rows)
-                nodes = self._decode.along(1, float(contexts[steps].min()), float(contexts[steps].max()))
-                values = [self._decode(padded, node, rows) for node in nodes.tolist()]
-                seconds[steps] = np.maximum(seconds[steps], np.interp(contexts[steps], nodes, values))
+        for count in set(sizes.tolist()):
+            steps = sizes == count
+            inside = contexts[steps]
+            padded = padded_requests(count, self._drafts, self._graph_rows)
+            nodes = self._decode.along(1, float(inside.min()), float(inside.max()))
+            seconds[steps] = np.interp(
+                inside, nodes, [self._decode(padded, node, mean_rows) for node in nodes.tolist()]
+            )
         return seconds
 
     def _one(self, load: ReplicaLoad, mean_rows: float, mean_kept_rows: float) -> float:

@@ -61,11 +61,11 @@ class RunRecord:
 
     def deliver_evenly(self, num_requests: int, tokens: Ints, times: Floats, before_s: float) -> None:
         """Note deliveries to so many requests, at each of `times` and, before those, at `before_s`."""
-        self.delivery_s.extend(times)
-        self.delivery_tokens.extend(tokens)
-        self._later_tokens.extend(tokens)
-        self._gap_at_s.extend(times)
-        self._gap_s.extend(np.diff(times, prepend=before_s))
+        self.delivery_s.frombytes(times.tobytes())
+        self.delivery_tokens.frombytes(tokens.tobytes())
+        self._later_tokens.frombytes(tokens.tobytes())
+        self._gap_at_s.frombytes(times.tobytes())
+        self._gap_s.frombytes(np.diff(times, prepend=before_s).tobytes())
         self._gap_requests.extend([num_requests] * len(times))
 
     def note_later(self, request_ids: Ints, tokens: Ints, last_s: float) -> None:
@@ -150,3 +150,16 @@ class StepColumns:
         self.prefill_rows.append(step.prefill_rows)
         self.context_tokens.append(step.context_tokens)
         self.kept_tokens.append(kept_tokens)
+
+    def extend(
+        self, collected_s: Floats, seconds: Floats, decodes: int, decode_rows: int, context_tokens: Ints, kept: Ints
+    ) -> None:
+        """Note steps that decode as many requests each: arrays with an entry per step."""
+        num_steps = len(collected_s)
+        self.end_s.frombytes(collected_s.tobytes())
+        self.seconds.frombytes(seconds.tobytes())
+        self.decodes.extend([decodes] * num_steps)
+        self.decode_rows.extend([decode_rows] * num_steps)
+        self.prefill_rows.extend([0] * num_steps)
+        self.context_tokens.frombytes(context_tokens.tobytes())
+        self.kept_tokens.frombytes(kept.tobytes())

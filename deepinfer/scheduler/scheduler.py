@@ -410,7 +410,8 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         self._decoding.forget(sequence)
-        self._steady_version = -1  # a waiting request may fit now
+        if self._waiting:
+            self._steady_version = -1  # one of them may fit now
         sequence.blocks = []
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
