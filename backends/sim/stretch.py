@@ -30,8 +30,8 @@ class StretchClock:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Cycles done, one entry each: seconds, end and cached tokens of the step submitted; when one was collected; the poll
-    that follows its delivery. The step collected is the `oldest`, if there is one, then the first submitted one, ...
+    """Cycles done, one entry each: seconds, end and cached tokens of the step submitted; when one was collected; the
+    poll that follows its delivery. The steps collected are the `oldest`, if there is one, and then the submitted ones.
     """
 
     oldest: SubmittedStep | None

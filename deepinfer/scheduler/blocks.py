@@ -91,11 +91,13 @@ class BlockPool:
             else:
                 self._recycled.append(block)
 
-    def publish(self, block: int, block_hash: int) -> None:
-        """Make a computed block findable; a hash that is already published keeps its first block."""
-        if block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def publish(self, blocks: Iterable[int], hashes: Iterable[int]) -> None:
+        """Make computed blocks findable; a hash that is already published keeps its first block."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in block_of and block not in hash_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that the two hash maps mirror each other."""

@@ -163,10 +163,11 @@ class Scheduler:
         table.generated[:] += kept
         # Blocks as the last repetition needed them when it was decided.
         needed = table.cached + np.maximum(table.in_flight, 1) * rows
-        for row in np.flatnonzero(needed > table.capacity):
-            sequence = table.sequences[row]
-            sequence.blocks += self.pool.allocate(self._blocks_for(int(needed[row])) - len(sequence.blocks))
-            table.capacity[row] = len(sequence.blocks) * self.config.block_tokens
+        short = (needed > table.capacity).nonzero()[0]
+        for row, tokens in zip(short.tolist(), needed[short].tolist(), strict=True):
+            blocks = table.sequences[row].blocks
+            blocks += self.pool.allocate(self._blocks_for(tokens) - len(blocks))
+            table.capacity[row] = len(blocks) * self.config.block_tokens
 
     def check_integrity(self) -> None:
         """Assert the invariants between steps; tests call it after every step."""
@@ -227,10 +228,16 @@ class Scheduler:
         table, block_tokens = self._decoding, self.config.block_tokens
         marked = short.nonzero()[0]
         counts = -(-needed[marked] // block_tokens) - table.capacity[marked] // block_tokens
-        if self.pool.num_free < counts.sum():
+        total = int(counts.sum())
+        if self.pool.num_free < total:
             return self._ration([table.sequences[i] for i in marked], draft)
+        blocks, start = self.pool.allocate(total), 0
         for row, count in zip(marked.tolist(), counts.tolist(), strict=True):
-            self._append_blocks(table.sequences[row], count, draft)
+            sequence, end = table.sequences[row], start + count
+            own = blocks[start:end]
+            draft.tables.append(BlockTable(sequence.request.id, len(sequence.blocks), tuple(own), sequence.slot))
+            sequence.blocks += own
+            start = end
         table.capacity[marked] += counts * block_tokens
         return set()
 
@@ -421,7 +428,8 @@ class Scheduler:
         """Make the prompt's full blocks findable, as far as they are computed."""
         if not self.config.prefix_cache:
             return
-        hashes = sequence.request.block_hashes
-        while sequence.published < min(len(hashes), sequence.computed // self.config.block_tokens):
-            self.pool.publish(sequence.blocks[sequence.published], hashes[sequence.published])
-            sequence.published += 1
+        hashes, first = sequence.request.block_hashes, sequence.published
+        end = min(len(hashes), sequence.computed // self.config.block_tokens)
+        if first < end:
+            self.pool.publish(sequence.blocks[first:end], hashes[first:end])
+            sequence.published = end
