@@ -21,12 +21,13 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import FixedLength, PoissonArrivals, TraceArrivals, Workload
 from deepinfer.workload.trace import trace_source
 
-GPUS, NEXTN, SEQS, CHUNK_ROWS, RATE = 64, 3, 64, 1024, 10.0
+GPUS, NEXTN, SEQS, RATE = 64, 3, 64, 10.0
+CHUNK_ROWS = {8: 4096, 64: 1024}  # by expert parallelism
 
 
 def plan_of(ep: int, workload: Workload) -> Plan:
     """64 GPUs as engines of `ep` ranks with an attention replica each."""
-    settings = EngineSettings(max_num_seqs=SEQS, max_tokens_per_step=SEQS * (1 + NEXTN) + CHUNK_ROWS, nextn=NEXTN)
+    settings = EngineSettings(max_num_seqs=SEQS, max_tokens_per_step=SEQS * (1 + NEXTN) + CHUNK_ROWS[ep], nextn=NEXTN)
     pool = Pool(replicas=GPUS // ep, layout=LayoutSpec(dp=ep, ep=ep), settings=settings)
     return Plan(
         model="deepseek-v4.1-flash",

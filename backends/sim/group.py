@@ -160,7 +160,7 @@ class StepGroup:
         )
         contexts, busy = resting.contexts(most), np.flatnonzero(resting.counts)
         seconds = self._timer.decode_seconds(resting.counts[busy], contexts[:, busy], len(self.schedulers))
-        return plan_stretch(clock, seconds, contexts.sum(axis=1))
+        return plan_stretch(clock, seconds, resting.all_contexts(most).copy())
 
     def settle(self) -> None:
         """The run is cut off now: note what a stretch that is under way and resting replicas have done so far."""
@@ -178,7 +178,7 @@ class StepGroup:
             decodes,
             decodes * self._rows_per_request,
             contexts,
-            resting.kept(len(seconds)),
+            resting.all_kept(len(seconds)),
         )
         resting.deliver_steps(stretch.polls_s)
 
@@ -214,11 +214,11 @@ class StepGroup:
     def _step(self, awake: list[StepPlan]) -> SubmittedStep:
         """The next step: of the replicas with these plans, and of the resting ones."""
         resting = self._resting
-        decodes = resting.num_requests + sum(len(plan.decode) for plan in awake)
+        decodes = resting.num_requests + sum([len(plan.decode) for plan in awake])
         rows = resting.num_requests * self._rows_per_request
         seconds = self._timer.seconds(awake, resting.heaviest(), rows, len(self.schedulers))
-        contexts = int(resting.contexts()[0].sum()) + sum(int(plan.decode.contexts.sum()) for plan in awake)
-        prefill_rows = sum(chunk.rows for plan in awake for chunk in plan.prefill)
+        contexts = int(resting.all_contexts(1)[0]) + sum([int(plan.decode.contexts.sum()) for plan in awake])
+        prefill_rows = sum([chunk.rows for plan in awake for chunk in plan.prefill])
         return SubmittedStep(seconds, 0.0, decodes, decodes * self._rows_per_request, prefill_rows, contexts)
 
     def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
@@ -227,7 +227,7 @@ class StepGroup:
         plans = tuple(None if r in self._resting else plan for r, plan in enumerate(ticket.plans))
         results = self._verifier.results(plans)
         kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
-        self._record.steps.append(self._env.now, ticket.step, kept + int(self._resting.kept()[0]))
+        self._record.steps.append(self._env.now, ticket.step, kept + int(self._resting.all_kept(1)[0]))
         return results
 
     def _deliver(self, delivery: Deliver) -> Process:
@@ -235,9 +235,7 @@ class StepGroup:
         most = max((len(output.request_ids) for output in outputs), default=0)
         yield self._env.timeout(self._host.deliver_seconds(max(most, self._resting.most_requests)))
         now, record = self._env.now, self._record
-        nobody = np.zeros(0, dtype=np.int64)
-        ids = np.concatenate([nobody, *(output.request_ids for output in outputs)])
-        self._resting.deliver(ids, np.concatenate([nobody, *(output.tokens for output in outputs)]), now)
+        self._resting.deliver([output.request_ids for output in outputs], [output.tokens for output in outputs], now)
         for output in outputs:
             for request_id in output.finished:
                 record.finish_s[request_id] = now

@@ -47,7 +47,8 @@ class RestingReplicas:
         self._fresh: list[_Resting] = []  # whose first step is not delivered yet
         self._origin = 0
         self._contexts = np.zeros((2 * MOST_STEPS, num_replicas), dtype=np.int64)
-        self._kept = np.zeros_like(self._contexts)
+        self._all_contexts = np.zeros(len(self._contexts), dtype=np.int64)  # summed over replicas
+        self._all_kept = np.zeros_like(self._all_contexts)
         self._last_delivery_s = 0.0
         self.step = 0
         self.counts: Ints = np.zeros(num_replicas, dtype=np.int64)
@@ -75,17 +76,24 @@ class RestingReplicas:
         self._rests[wish.replica] = rest
         self._fresh.append(rest)
         at, totals = self.step - self._origin, sums[:steps].sum(axis=1)
-        self._kept[at : at + steps, wish.replica] = np.diff(totals, prepend=0)
-        self._contexts[at, wish.replica] = first = batch.contexts.sum()
-        self._contexts[at + 1 : at + steps, wish.replica] = first + totals[:-1]
+        contexts = np.full(steps, batch.contexts.sum())
+        contexts[1:] += totals[:-1]
+        totals[1:] -= totals[:-1].copy()
+        self._contexts[at : at + steps, wish.replica] = contexts
+        self._all_contexts[at : at + steps] += contexts
+        self._all_kept[at : at + steps] += totals
         self._count(wish.replica, count)
         return steps
 
     def wake(self, replica: int) -> Ints:
         """End a rest; tokens that its requests have kept in it."""
         rest = self._rests.pop(replica)
-        at = self.step - self._origin
-        self._contexts[at:, replica] = self._kept[at:, replica] = 0
+        at, left = self.step - self._origin, rest.kept[self.step - rest.start :].sum(axis=1)
+        if len(left):
+            ahead = slice(at, at + len(left))
+            self._all_contexts[ahead] -= self._contexts[ahead, replica]
+            self._all_kept[ahead] -= left
+            self._contexts[ahead, replica] = 0
         self._count(replica, 0)
         return self._settle(rest)
 
@@ -104,29 +112,33 @@ class RestingReplicas:
             if (count := int(self.counts[r]))
         ]
 
-    def contexts(self, num_steps: int = 1) -> Ints:
+    def contexts(self, num_steps: int) -> Ints:
         """Cached tokens of each replica's requests in the next steps: [steps, replicas]."""
         at = self.step - self._origin
         return self._contexts[at : at + num_steps]
 
-    def kept(self, num_steps: int = 1) -> Ints:
+    def all_contexts(self, num_steps: int) -> Ints:
+        """Cached tokens in each of the next steps, summed over replicas."""
+        at = self.step - self._origin
+        return self._all_contexts[at : at + num_steps]
+
+    def all_kept(self, num_steps: int) -> Ints:
         """Tokens kept in each of the next steps, summed over replicas."""
         at = self.step - self._origin
-        totals: Ints = self._kept[at : at + num_steps].sum(axis=1)
-        return totals
+        return self._all_kept[at : at + num_steps]
 
-    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+    def deliver(self, request_ids: list[Ints], tokens: list[Ints], now: float) -> None:
         """Note the next step's delivery to these and to the requests of resting replicas."""
-        others, num_others = None, self.num_requests
-        if self._fresh:
+        others, num_others, fresh_tokens = None, self.num_requests, 0
+        for rest in self._fresh:
             # Their last delivery may have been another one for each request.
-            num_others -= sum(len(rest.request_ids) for rest in self._fresh)
-            request_ids = np.concatenate((request_ids, *(rest.request_ids for rest in self._fresh)))
-            tokens = np.concatenate((tokens, *(rest.kept[0] for rest in self._fresh)))
+            request_ids.append(rest.request_ids)
+            tokens.append(rest.kept[0])
+            num_others -= len(rest.request_ids)
+            fresh_tokens += int(rest.kept[0].sum())
         if num_others:
-            num_tokens = int(self.kept()[0]) - sum(int(rest.kept[0].sum()) for rest in self._fresh)
-            others = EvenDelivery(num_others, num_tokens, now - self._last_delivery_s)
-        self._record.deliver(request_ids, tokens, now, others)
+            others = EvenDelivery(num_others, int(self.all_kept(1)[0]) - fresh_tokens, now - self._last_delivery_s)
+        self._record.deliver(_joined(request_ids), _joined(tokens), now, others)
         self._fresh = []
         self._last_delivery_s = now
         self.step += 1
@@ -137,10 +149,9 @@ class RestingReplicas:
         if not len(times):
             return
         first_s, last_s = float(times[0]), float(times[-1])
-        nobody = np.zeros(0, dtype=np.int64)
-        self.deliver(nobody, nobody, first_s)
+        self.deliver([], [], first_s)
         if len(times) > 1:
-            kept = self.kept(len(times) - 1)
+            kept = self.all_kept(len(times) - 1)
             self._record.deliver_evenly(self.num_requests, kept, times[1:], first_s)
             self._last_delivery_s = last_s
             self.step += len(times) - 1
@@ -164,7 +175,16 @@ class RestingReplicas:
         at = self.step - self._origin
         if at + steps <= len(self._contexts):
             return
-        for columns in (self._contexts, self._kept):
+        for columns in (self._contexts, self._all_contexts, self._all_kept):
             columns[: len(columns) - at] = columns[at:].copy()
             columns[len(columns) - at :] = 0
         self._origin = self.step
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else _NOBODY
+
+
+_NOBODY: Ints = np.zeros(0, dtype=np.int64)
