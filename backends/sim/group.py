@@ -31,7 +31,9 @@ from deepinfer.engine.deployment import Deployment
 from deepinfer.metrics.record import RunRecord, SubmittedStep
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
-from deepinfer.scheduler.step import StepPlan, StepResult
+from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
+
+_LATER = object()
 
 Process = Generator[simpy.Event, Any, Any]
 
@@ -95,7 +97,9 @@ class StepGroup:
         core = run_engine(self.schedulers, self._asynchronous, skip_ahead=not self.every_step)
         wish: Wish = next(core)
         while True:
-            answer = yield from self._fulfil(wish)
+            answer = self._at_once(wish)
+            if answer is _LATER:
+                answer = yield from self._fulfil(wish)
             try:
                 wish = core.send(answer)
             except StopIteration:
@@ -105,25 +109,34 @@ class StepGroup:
         if not self._bell.triggered:
             self._bell.succeed()
 
-    def _fulfil(self, wish: Wish) -> Generator[simpy.Event, Any, Answer]:
+    def _at_once(self, wish: Wish) -> Any:
+        """The answer to a wish that takes no time, else `_LATER`."""
         match wish:
-            case Submit(plans):
-                return (yield from self._submit(plans))
-            case Collect(ticket):
-                return (yield from self._collect(ticket))
-            case Deliver():
-                yield from self._deliver(wish)
-                return None
+            case Arrivals(block) if self._inbox or self._closed or not block:
+                return self._take_inbox()
+            case Agree(activity):
+                return activity  # all replicas of the group are in this process
             case Rest():
                 return self._resting.offer(wish)
             case Wake(replicas):
                 return tuple(self._resting.wake(replica) for replica in replicas)
+        return _LATER
+
+    def _fulfil(self, wish: Wish) -> Generator[simpy.Event, Any, Answer]:
+        match wish:
+            case Submit(plans):
+                return (yield from self._submit(plans))
+            case Collect():
+                return (yield from self._collect())
+            case Deliver(outputs):
+                yield from self._deliver([output for output in outputs if output is not None])
+                return None
             case Advance(most):
                 return (yield from self._advance(most))
-            case Arrivals(block):
-                return (yield from self._arrivals(block))
-            case Agree(activity):
-                return activity  # all replicas of the group are in this process
+            case _:
+                self._bell = self._env.event()
+                yield self._bell
+                return self._take_inbox()
 
     def _advance(self, most: int) -> Generator[simpy.Event, Any, int]:
         """Let steps in which every replica rests pass at once, up to the first poll that sees a new request."""
@@ -182,10 +195,9 @@ class StepGroup:
         )
         resting.deliver_steps(stretch.polls_s)
 
-    def _arrivals(self, block: bool) -> Generator[simpy.Event, Any, Arrived]:
-        if block and not self._inbox and not self._closed:
-            self._bell = self._env.event()
-            yield self._bell
+    def _take_inbox(self) -> Arrived:
+        if not self._inbox:
+            return Arrived((), self._closed)
         arrived = Arrived(tuple(self._inbox), self._closed)
         self._inbox = []
         self._queued = [0] * len(self.schedulers)
@@ -221,7 +233,7 @@ class StepGroup:
         prefill_rows = sum([chunk.rows for plan in awake for chunk in plan.prefill])
         return SubmittedStep(seconds, 0.0, decodes, decodes * self._rows_per_request, prefill_rows, contexts)
 
-    def _collect(self, number: int) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
+    def _collect(self) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
         ticket = self._tickets.pop(0)
         yield ticket.done
         plans = tuple(None if r in self._resting else plan for r, plan in enumerate(ticket.plans))
@@ -230,8 +242,7 @@ class StepGroup:
         self._record.steps.append(self._env.now, ticket.step, kept + int(self._resting.all_kept(1)[0]))
         return results
 
-    def _deliver(self, delivery: Deliver) -> Process:
-        outputs = [output for output in delivery.outputs if output is not None]
+    def _deliver(self, outputs: list[StepOutput]) -> Process:
         most = max((len(output.request_ids) for output in outputs), default=0)
         yield self._env.timeout(self._host.deliver_seconds(max(most, self._resting.most_requests)))
         now, record = self._env.now, self._record

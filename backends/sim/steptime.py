@@ -22,7 +22,7 @@ CONTEXT = Axis(floor=128.0, per_octave=2, cells=4)
 CHUNKS = Axis(floor=1.0, per_octave=1, cells=1)
 ENDING = Axis(floor=1.0, per_octave=1, cells=1, bounded=True)
 PROMPT_ROWS = Axis(floor=1.0, per_octave=2, cells=2)
-KEPT_ROWS = Axis(floor=1.0, per_octave=1, cells=1)
+KEPT_ROWS = Axis(floor=1.0, per_octave=2, cells=1)
 MEAN_ROWS = Axis(floor=2.0**-12, per_octave=2, cells=4)
 """Grids over a replica's decoding requests, contexts, prompt chunks and the share of them that end their prompts,
 prompt rows, rows that a chunk keeps, and a group's mean rows. Most caps of the models' attention are powers of two:
@@ -72,7 +72,7 @@ class StepTimer:
         loads = [replica_load(plan) for plan in plans]
         rows = (sum(load.num_rows for load in loads) + other_rows) / num_replicas
         kept = (sum(load.num_kept_rows for load in loads) + other_rows) / num_replicas
-        return max(self._one(load, rows, kept) for load in heaviest((*loads, *others)))
+        return max(self.one(load, rows, kept) for load in heaviest((*loads, *others)))
 
     def decode_seconds(self, counts: Ints, cached: Ints, num_replicas: int) -> Floats:
         """Seconds of successive steps that only decode.
@@ -101,7 +101,8 @@ class StepTimer:
             )
         return seconds
 
-    def _one(self, load: ReplicaLoad, mean_rows: float, mean_kept_rows: float) -> float:
+    def one(self, load: ReplicaLoad, mean_rows: float, mean_kept_rows: float) -> float:
+        """A step's time as the replica `load` sees it, with its group's mean rows per replica."""
         if not load.num_chunks:
             padded = padded_requests(load.num_decodes, self._drafts, self._graph_rows)
             return self._decode(padded, load.mean_context, mean_rows)

@@ -76,7 +76,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding)
+        return len(self._prefilling) + len(self._decoding.sequences)
 
     @property
     def num_in_flight(self) -> int:
