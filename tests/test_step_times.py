@@ -71,7 +71,7 @@ def random_load(rng: random.Random, nextn: int, compact: bool) -> ReplicaLoad:
 def test_a_replica_alone_takes_what_the_closed_form_says(
     model: str, hardware: str, layout: LayoutSpec, replay: str, nextn: int
 ) -> None:
-    """Within 4% for any step, 1.5% for 19 of 20, and without a bias."""
+    """Within 4% for any step, 2% for 19 of 20, and without a bias."""
     deployment = deploy(model, hardware, layout, replay=replay, nextn=nextn)
     costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
     timer, rng, errors = StepTimer(deployment, costs), random.Random(0), []
@@ -84,7 +84,7 @@ def test_a_replica_alone_takes_what_the_closed_form_says(
         exact = float(step_cost(graph, step_shape(load, rows, kept, 8), costs).seconds)
         errors.append(found / exact - 1)
     assert np.max(np.abs(errors)) < 0.04
-    assert np.percentile(np.abs(errors), 95) < 0.015
+    assert np.percentile(np.abs(errors), 95) < 0.02
     assert abs(np.mean(errors)) < 0.004
 
 
