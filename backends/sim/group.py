@@ -207,7 +207,7 @@ class StepGroup:
         if self.check_integrity:
             for scheduler in self.schedulers:
                 scheduler.check_integrity()
-        awake = self._awake(plans)
+        awake = [plan for _, plan in self._awake(plans)]
         step = self._step(awake)
         captured = not step.prefill_rows
         most = max((len(plan.decode) + len(plan.prefill) for plan in awake), default=0)
@@ -220,8 +220,10 @@ class StepGroup:
         self._num_submitted += 1
         return self._num_submitted
 
-    def _awake(self, plans: Plans) -> list[StepPlan]:
-        return [plan for r, plan in enumerate(plans) if plan is not None and r not in self._resting]
+    def _awake(self, plans: Plans) -> list[tuple[int, StepPlan]]:
+        """Replicas that take part in a step and do not rest, with their plans."""
+        resting = self._resting.replicas
+        return [(r, plan) for r, plan in enumerate(plans) if plan is not None and r not in resting]
 
     def _step(self, awake: list[StepPlan]) -> SubmittedStep:
         """The next step: of the replicas with these plans, and of the resting ones."""
@@ -236,11 +238,14 @@ class StepGroup:
     def _collect(self) -> Generator[simpy.Event, Any, tuple[StepResult | None, ...]]:
         ticket = self._tickets.pop(0)
         yield ticket.done
-        plans = tuple(None if r in self._resting else plan for r, plan in enumerate(ticket.plans))
-        results = self._verifier.results(plans)
-        kept = sum(int(result.decode_tokens.sum()) for result in results if result is not None)
+        awake = self._awake(ticket.plans)
+        found = self._verifier.results([plan for _, plan in awake])
+        kept = sum([int(result.decode_tokens.sum()) for result in found if result is not None])
         self._record.steps.append(self._env.now, ticket.step, kept + int(self._resting.all_kept(1)[0]))
-        return results
+        results: list[StepResult | None] = [None] * len(ticket.plans)
+        for (replica, _), result in zip(awake, found, strict=True):
+            results[replica] = result
+        return tuple(results)
 
     def _deliver(self, outputs: list[StepOutput]) -> Process:
         most = max((len(output.request_ids) for output in outputs), default=0)

@@ -6,6 +6,7 @@ array operations for all of them together.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,8 +55,10 @@ class RestingReplicas:
         self.counts: Ints = np.zeros(num_replicas, dtype=np.int64)
         self.num_requests = self.most_requests = 0
 
-    def __contains__(self, replica: int) -> bool:
-        return replica in self._rests
+    @property
+    def replicas(self) -> Container[int]:
+        """Those that rest."""
+        return self._rests
 
     def offer(self, wish: Rest) -> int:
         """Take over a replica for as long as nobody can end; the steps of that, 0 if they are too few."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
-from deepinfer.engine.core import Plans
 from deepinfer.scheduler.speculation import Acceptance, Draws, request_keys
-from deepinfer.scheduler.step import Ints, StepResult
+from deepinfer.scheduler.step import Ints, StepPlan, StepResult
 
 
 class Verifier:
@@ -19,11 +19,11 @@ class Verifier:
         self._keys = request_keys(seed, np.arange(num_requests, dtype=np.int64))
         self._rounds = np.zeros(num_requests, dtype=np.int64)
 
-    def results(self, plans: Plans) -> tuple[StepResult | None, ...]:
+    def results(self, plans: Sequence[StepPlan | None]) -> tuple[StepResult | None, ...]:
         """What the replicas' plans of one step produce."""
         ids = [plan.decode.request_ids for plan in plans if plan is not None]
-        if not ids:
-            return tuple(None for _ in plans)
+        if not any(map(len, ids)):
+            return tuple(None if plan is None else StepResult(plan.decode.request_ids) for plan in plans)
         everyone = ids[0] if len(ids) == 1 else np.concatenate(ids)
         rounds = self._rounds[everyone]
         self._rounds[everyone] = rounds + 1

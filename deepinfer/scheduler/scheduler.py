@@ -22,6 +22,8 @@ from deepinfer.scheduler.table import DecodeTable, Sequence
 
 Bools = npt.NDArray[np.bool_]
 
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+
 FOREVER = 1 << 30
 """More steps than any run has."""
 
@@ -201,6 +203,8 @@ class Scheduler:
     def _plan_decodes(self, draft: _Draft) -> tuple[DecodeBatch, _InFlight]:
         """All decoding requests that can still produce tokens; those short of blocks get some or wait."""
         table, drafts = self._decoding, self.config.nextn
+        if not len(table):
+            return DecodeBatch(_NONE, _NONE, drafts), _InFlight([], _NONE, slice(0, 0), table.version)
         rows = drafts + 1
         contexts, runs = table.cached + table.in_flight * rows, self._may_continue()
         short = runs & (contexts + rows > table.capacity)
@@ -360,6 +364,8 @@ class Scheduler:
 
     def _commit_decodes(self, plan: StepPlan, step: _InFlight, result: StepResult) -> tuple[Ints, Ints, list[Sequence]]:
         """Add the kept tokens to the table; returns request ids, new tokens, and sequences at their limit."""
+        if not len(plan.decode):
+            return _NONE, _NONE, []
         table, rows = self._decoding, step.rows
         ids, kept = plan.decode.request_ids, np.asarray(result.decode_tokens, dtype=np.int64)
         if step.version != table.version:
