@@ -299,7 +299,7 @@ class Screen:
     ) -> Points:
         """Engines as plans that serve `rate` requests/s on `gpus` accelerators.
 
-        Users follow by Little's law if not given. A cluster of a given size is paid for whether a plan uses all of it or not.
+        Users follow by Little's law if not given. A cluster of a given size is paid for whether a plan uses it or not.
         """
         paid = gpus if self.sizing else self.num_gpus
         return Points(
