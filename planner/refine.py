@@ -36,6 +36,8 @@ WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 0.25, 0.75, 8.0
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
 MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
+NEARLY_FULL = 0.97
+"""Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
 """Simulated percentile over screened mean of TPOT and TTFT, before the first round has shown it."""
 
@@ -68,15 +70,12 @@ def run_finalist(point: int, plan: Plan) -> Finalist:
 def make_plan(problem: Problem, screening: Screening, point: int, known: Sequence[Finalist] = ()) -> Plan:
     """The plan of one screened point, with the workload it is to be simulated on.
 
-    How many users keep two pools busy follows from how long a request takes: from what `known` finalists showed of it.
+    How many users keep two pools busy without a queue is known better after `known` finalists have been simulated.
     """
     points = screening.points
     candidate = screening.candidates[points.candidate[point]]
-    slower = _mean_tpot_ratio(screening, known, point) if candidate.prefill else 1.0
-    lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point] * slower)
-    users = float(points.users[point])
-    if candidate.prefill:
-        users *= lifetime / float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
+    users = float(points.users[point]) * (_fewer_users(problem, screening, known, point) if candidate.prefill else 1.0)
+    lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
     pools = _pools(problem, candidate, points, point)
     plan = Plan(
         model=problem.model_name,
@@ -101,11 +100,20 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
     return plan.model_copy(update={"workload": workload})
 
 
-def _mean_tpot_ratio(screening: Screening, known: Sequence[Finalist], point: int) -> float:
-    """Simulated over screened mean TPOT of the finalists laid out like a point."""
+def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalist], point: int) -> float:
+    """Users that keep two pools busy, over those of the screen, by the finalists laid out like a point; at most 1.
+
+    By Little's law, at a little less than the requests/s that they reached and without their queue for prefill.
+    """
     points, family = screening.points, _families(screening)
-    alike = [f for f in known if not f.failure and family[f.point] == family[point]]
-    return float(np.mean([f.summary.tpot_s.mean / points.tpot_s[f.point] for f in alike])) if alike else 1.0
+    ratios = []
+    for f in known:
+        if not f.failure and family[f.point] == family[point]:
+            summary, i = f.summary, f.point
+            rate = summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
+            lifetime = summary.e2e_s.mean - summary.ttft_s.mean + points.ttft_s[i]
+            ratios.append(NEARLY_FULL * rate * lifetime / points.users[i])
+    return min(float(np.mean(ratios)), 1.0) if ratios else 1.0
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:

@@ -238,8 +238,8 @@ class Screen:
     def _as_full_as_fed(self, points: Points, keys: Ints, engines: EnginePoints) -> Points:
         """Decode engines with the requests that they get: fewer than they could hold where prefill is the bottleneck.
 
-        `keys` has the engines of each point: kind and number of prefill and of decode engines. How long a token takes at
-        an engine's requests/s is read off the engines of its kind with fewer requests.
+        `keys` has the engines of each point: kind of prefill and of decode engines, and number of either. How long a
+        token takes at an engine's requests/s is read off the engines of its kind with fewer requests.
         """
         rate = points.users / (points.ttft_s + self.load.osl * points.tpot_s)
         tpot_s = points.tpot_s.copy()
