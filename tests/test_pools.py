@@ -1,4 +1,4 @@
-"""Plans of a prefill and a decode pool on the simulator: what goes in comes out, and times that were added up by hand."""
+"""Plans of a prefill and a decode pool on the simulator: what goes in comes out, and times added up by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.sim.backend import SimBackend, _Run
+from backends.sim.backend import _Run
 from backends.sim.steptime import StepTimer
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
@@ -48,11 +48,13 @@ def two_pools(
     **changes: Any,
 ) -> Plan:
     """A plan of a prefill and a decode pool; `prefill` and `decode` are engine settings, `changes` the plan's."""
-    common = {"max_num_seqs": 6, "max_tokens_per_step": 1024}
+    giving, taking = (
+        EngineSettings(**{"max_num_seqs": 6, "max_tokens_per_step": 1024} | (own or {})) for own in (prefill, decode)
+    )
     pools = (
-        Pool(role="prefill", replicas=replicas[0], layout=layouts[0], settings=EngineSettings(**common | (prefill or {}))),
-        Pool(role="decode", replicas=replicas[1], layout=layouts[1], settings=EngineSettings(**common | (decode or {}))),
-    )  # fmt: skip
+        Pool(role="prefill", replicas=replicas[0], layout=layouts[0], settings=giving),
+        Pool(role="decode", replicas=replicas[1], layout=layouts[1], settings=taking),
+    )
     return Plan(
         model=model, hardware=MACHINES[model], gpus=8 * sum(replicas), pools=pools, workload=workload,
         acceptance=ACCEPTANCE, **changes,
@@ -73,10 +75,12 @@ def deploy(
 
 
 def serve(
-    deployments: Sequence[Deployment], workload: Workload, every_step: bool = False
+    deployments: Sequence[Deployment], workload: Workload, every_step: bool = False, at_once: bool = False
 ) -> tuple[RunRecord, list[RequestSpec], list[Scheduler]]:
     """The record, the requests, and the schedulers of both pools as the run left them; integrity is checked."""
     requests = generate_requests(workload)
+    if at_once:
+        requests = [replace(r, arrival_s=0.0) for r in requests]
     run = _Run(deployments, workload, ACCEPTANCE, len(requests))
     for group in run.groups:
         group.check_integrity, group.every_step = True, every_step
@@ -89,11 +93,11 @@ def serve(
 def bytes_of_a_transfer(model: str, prompt_tokens: int, nextn: int, decode: LayoutSpec) -> float:
     """KV that all receiving ranks read for one prompt, counted from the model cards.
 
-    V4.1 on SM100: (3 owners at ratio 2 and one at 1) x (288 + 68) B = 890 B a token, and windows are replayed. V4-Flash:
-    21 CSA layers with 584 + 68 B per 4 tokens, 20 HCA layers with 584 B per 128; per request 43 rings, and one of the
-    draft, of 128 + 1 + nextn records, and FP32 values and gates of open entries: 4 numbers a dimension of 512 + 128 for
-    8 tokens in CSA, 2 of 512 for 128 tokens in HCA, and for the drafts. V3: a latent of 512 + 64 in BF16 per layer, and
-    that of the draft's layer; dcp ranks have a share each.
+    V4.1 on SM100: (3 owners at ratio 2 and one at 1) x (288 + 68) B = 890 B a token, and windows are replayed.
+    V4-Flash: 21 CSA layers with 584 + 68 B per 4 tokens, 20 HCA layers with 584 B per 128; per request 43 rings, and
+    one of the draft, of 128 + 1 + nextn records, and FP32 values and gates of open entries: 4 numbers a dimension of
+    512 + 128 for 8 tokens in CSA, 2 of 512 for 128 tokens in HCA, and for the drafts. V3: a latent of 512 + 64 in BF16
+    per layer, and that of the draft's layer; dcp ranks have a share each.
     """
     ranks = decode.cp * decode.tp
     drafting = int(nextn > 0)
@@ -249,3 +253,126 @@ def test_skipping_ahead_changes_nothing_and_neither_does_repeating(case: Case) -
     assert list(fast.transfers.end_s) == list(again.transfers.end_s)
     assert list(fast.steps.end_s) == list(again.steps.end_s)
     assert list(fast.delivery_s) == list(again.delivery_s)
+
+
+def test_a_tiny_decode_pool_holds_back_the_prefill_pool_and_preempts() -> None:
+    """Twelve prompts of 450 tokens (4 blocks) at once; 10 blocks to prefill in, so that two are held at most.
+
+    Requests grow from 4 to 7 blocks where they decode: four of them fill 17 blocks long before one has ended.
+    """
+    workload = Workload(
+        isl=FixedLength(tokens=450), osl=FixedLength(tokens=400), arrivals=PoissonArrivals(rate=10_000), num_requests=12
+    )
+    plan = two_pools("deepseek-v3", workload, decode={"nextn": 1})
+    record, requests, schedulers = serve(deploy(plan, (10, 17)), workload)
+    assert_conserved(record, requests, closed=False)
+    assert_returned(schedulers)
+    assert record.num_preemptions > 0
+    assert record.prefill is not None
+    assert record.transfers is not None
+    steps, moved_s = record.prefill.steps, np.asarray(record.transfers.end_s)
+    prefilled = np.cumsum(np.asarray(steps.prefill_rows)) // 450
+    held = prefilled - np.searchsorted(moved_s, np.asarray(steps.end_s), side="right")
+    assert held.max() == 2
+    assert moved_s[-1] > record.finish_s.min(), "the last prompts wait until the first requests have left"
+
+
+# By hand
+
+HOST_S = {
+    "schedule_s": 1.5e-3, "schedule_s_per_request": 2e-4, "deliver_s_per_request": 3e-4,
+    "launch_s_per_kernel": 1e-6, "step_gap_s": 1e-4,
+}  # fmt: skip
+NIC_BYTES_PER_S = 0.86 * 50e9
+"""What a read of KV reaches of a NIC of 400 Gb/s, which B200 and H200 hosts have one of per GPU; 10 us are latency."""
+
+
+def prompt_step(start: int, rows: int, kept: int, is_last: bool) -> StepPlan:
+    nobody = np.zeros(0, dtype=np.int64)
+    return StepPlan(0, (PrefillChunk(0, start, rows, kept, is_last),), DecodeBatch(nobody, nobody, 0))
+
+
+def decode_step(context: int) -> StepPlan:
+    return StepPlan(0, (), DecodeBatch(np.zeros(1, dtype=np.int64), np.array([context], dtype=np.int64), 0))
+
+
+def timers(deployments: Sequence[Deployment]) -> list[StepTimer]:
+    return [StepTimer(d, CostModel(d.cluster.accelerator)) for d in deployments]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    ("model", "replay", "replayed"),
+    [("deepseek-v3", "off", 0), ("deepseek-v4.1-flash", "off", 128), ("deepseek-v4.1-flash", "compact", 140)],
+)
+def test_one_request_by_hand(model: str, replay: str, replayed: int, asynchronous: bool) -> None:
+    """5,000 prompt tokens in chunks of 2,048 and 4 output tokens, alone in both pools; every rank of 8 has a NIC.
+
+    Before each step the host takes 1.7 ms, and 1 us per kernel unless the step only decodes; 0.3 ms after one that has
+    a token. V3: the prefill pool's token reaches the user with the KV, and three steps follow. V4.1: the last tokens of
+    the prompt are computed again, which gives the first token. Asynchronous: only the first launch and the last
+    delivery of each pool are not hidden, and steps are a gap apart.
+    """
+    workload = Workload(
+        isl=FixedLength(tokens=5000), osl=FixedLength(tokens=4), arrivals=PoissonArrivals(rate=1), num_requests=1
+    )
+    own: dict[str, Any] = {"async_scheduling": asynchronous, "max_tokens_per_step": 2048}
+    settings_ = own | {"replay": replay}
+    plan = two_pools(model, workload, prefill=settings_ | {"keep_tokens": 1}, decode=settings_)
+    deployments = deploy(plan, host_s=HOST_S)
+    record, (request,), _ = serve(deployments, workload)
+    giving, taking = timers(deployments)
+
+    kept = (1, 1, 1) if replay == "compact" else (2048, 2048, 904)
+    starts, rows = (0, 2048, 4096), (2048, 2048, 904)
+    chunks = [giving.seconds([prompt_step(a, n, k, a == 4096)]) for a, n, k in zip(starts, rows, kept, strict=True)]
+    decodes = [taking.seconds([decode_step(context)]) for context in (5000, 5001, 5002)]
+    bytes_per_token = 61 * 2 * 576 if model == "deepseek-v3" else 890
+    transfer = 10e-6 + 5000 * bytes_per_token / NIC_BYTES_PER_S
+    before, after, gap = 1.7e-3, 0.3e-3, 1e-4
+
+    launch = giving.num_kernels * 1e-6
+    prefilled = sum(chunks) + after + (before + launch + 2 * gap if asynchronous else 3 * (before + launch))
+    first = prefilled + transfer
+    if replayed:
+        again = taking.seconds([prompt_step(5000 - replayed, replayed, replayed, True)])
+        first += before + taking.num_kernels * 1e-6 + again + after
+    if asynchronous:
+        assert min(chunks + decodes) > before + launch + after
+        finish = first + sum(decodes) + (3 * gap if replayed else before + 2 * gap + after)
+    else:
+        finish = first + sum(decodes) + 3 * (before + after)
+    assert record.first_token_s[0] - request.arrival_s == pytest.approx(first, rel=1e-12)
+    assert record.finish_s[0] - request.arrival_s == pytest.approx(finish, rel=1e-12)
+    assert record.transfers is not None
+    assert record.transfers.seconds[0] == pytest.approx(transfer, rel=1e-9)
+    assert record.transfers.num_bytes[0] == 8 * 5000 * bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("layouts", "replicas", "links", "rounds"),
+    [
+        ((NARROW, NARROW), (1, 2), 8, (1, 2)),  # one sender, two receivers: its 8 NICs serve one after the other
+        ((NARROW, NARROW), (2, 1), 8, (1, 2)),  # two senders, one receiver
+        ((NARROW, NARROW), (2, 2), 8, (1, 1)),  # two of each
+        ((NARROW, WIDE), (1, 1), 1, (1, 1)),  # receivers of one NIC each: the sender's 8 have room for both
+        ((WIDE, NARROW), (1, 1), 1, (1, 1)),  # senders of one NIC each: they send 8 copies
+        ((WIDE, WIDE), (1, 1), 1, (1, 1)),
+        ((NARROW, MIXED), (1, 1), 4, (1, 1)),
+    ],
+)
+def test_prompts_that_end_together_share_links(
+    layouts: tuple[LayoutSpec, LayoutSpec], replicas: tuple[int, int], links: int, rounds: tuple[int, int]
+) -> None:
+    """Two prompts of 700 tokens fit one step; their KV goes at once where there are links for both, else in turns."""
+    workload = Workload(
+        isl=FixedLength(tokens=700), osl=FixedLength(tokens=5), arrivals=PoissonArrivals(rate=1), num_requests=2
+    )
+    plan = two_pools("deepseek-v3", workload, layouts, replicas, {"max_tokens_per_step": 2048})
+    record, _, _ = serve(deploy(plan), workload, at_once=True)
+    taker = layouts[1]
+    one = 10e-6 + 700 * 61 * 2 * 576 * taker.cp * taker.tp / links / NIC_BYTES_PER_S
+    assert record.transfers is not None
+    assert sorted(record.transfers.seconds) == pytest.approx([one * n for n in rounds], rel=1e-6)
+    ends = np.asarray(record.transfers.end_s)
+    assert ends[1] - ends[0] == pytest.approx(one * (rounds[1] - 1), abs=1e-9)
