@@ -277,6 +277,22 @@ def test_a_tiny_decode_pool_holds_back_the_prefill_pool_and_preempts() -> None:
     assert moved_s[-1] > record.finish_s.min(), "the last prompts wait until the first requests have left"
 
 
+@pytest.mark.parametrize("every_step", [True, False])
+def test_a_replica_may_only_receive_while_its_peers_decode(every_step: bool) -> None:
+    """Two replicas step together; one decodes for long before the other's first request has its KV."""
+    workload = Workload(
+        isl=FixedLength(tokens=300), osl=FixedLength(tokens=100), arrivals=PoissonArrivals(rate=10_000), num_requests=16
+    )
+    decode = {"max_num_seqs": 2, "max_tokens_per_step": 128}
+    plan = two_pools(
+        "deepseek-v3", workload, (WIDE, MIXED), (2, 1), {"max_tokens_per_step": 256, "async_scheduling": False}, decode,
+        router="round_robin",
+    )  # fmt: skip
+    record, requests, schedulers = serve(deploy(plan), workload, every_step)
+    assert_conserved(record, requests, closed=False)
+    assert_returned(schedulers)
+
+
 # By hand
 
 HOST_S = {
