@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
@@ -20,12 +21,19 @@ from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.policy import SchedulerConfig
 
 
+class Sample(NamedTuple):
+    """Part of a pool's attention replicas: so many step groups with so many each."""
+
+    step_groups: int
+    replicas_per_group: int
+
+
 @dataclass(frozen=True)
 class Deployment:
     """`replicas` engines, alike: everything a backend needs to run them, resolved once.
 
     `num_gpus` is the pool's part of the cluster: its ranks, and its share of accelerators left idle. With a `sample`
-    only so many attention replicas of each step group are run, and stand for the others.
+    only its attention replicas are run, and stand for the others.
     """
 
     model: ModelSpec
@@ -37,19 +45,23 @@ class Deployment:
     budget: MemoryBudget
     host: HostProfile
     role: PoolRole = "mixed"
-    sample: int | None = None
+    sample: Sample | None = None
     router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
 
     @property
     def step_groups(self) -> int:
-        """Groups of ranks that step together, over all engines."""
+        """Groups of ranks that step together, over all engines, of those that are run."""
+        if self.sample is not None:
+            return self.sample.step_groups
         return self.replicas * self.layout.num_ranks // self.layout.step_group
 
     @property
     def replicas_per_group(self) -> int:
         """Attention replicas in one step group, of those that are run."""
-        return self.sample or self.layout.step_group // self.layout.replica_ranks
+        if self.sample is not None:
+            return self.sample.replicas_per_group
+        return self.layout.step_group // self.layout.replica_ranks
 
     @property
     def attention_replicas(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment, Sample, resolve
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.summary import Summary, summarize
 from deepinfer.registry import load_backend
@@ -65,10 +65,10 @@ def _num_parts(deployments: tuple[Deployment, ...]) -> int:
 
 
 def _part(deployment: Deployment, parts: int) -> Deployment:
-    """One of so many alike parts of a pool: whole engines, or one engine's step group with some of its replicas."""
+    """One of so many alike parts of a pool: whole engines, or the fewest step groups that its replicas fit in."""
     num_gpus = deployment.num_gpus / parts
     if deployment.replicas % parts == 0:
         return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
     replicas, per_group = deployment.attention_replicas // parts, deployment.replicas_per_group
     groups = next(g for g in range(1, replicas + 1) if replicas % g == 0 and replicas // g <= per_group)
-    return replace(deployment, replicas=groups, sample=replicas // groups, num_gpus=num_gpus)
+    return replace(deployment, sample=Sample(groups, replicas // groups), num_gpus=num_gpus)
