@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,9 @@ from backends.sim.backend import _Run
 from backends.sim.steptime import StepTimer
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
-from deepinfer.layout.plan import LayoutSpec, Plan, Pool, RouterName
+from deepinfer.engine.transfer import KVTransfer, Side, kv_transfer
+from deepinfer.errors import UsageError
+from deepinfer.layout.plan import LayoutSpec, Plan, Pool, PoolRole, RouterName, load_plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.record import RunRecord
 from deepinfer.scheduler.scheduler import Scheduler
@@ -392,3 +397,91 @@ def test_prompts_that_end_together_share_links(
     assert sorted(record.transfers.seconds) == pytest.approx([one * n for n in rounds], rel=1e-6)
     ends = np.asarray(record.transfers.end_s)
     assert ends[1] - ends[0] == pytest.approx(one * (rounds[1] - 1), abs=1e-9)
+
+
+# Pools of unequal kinds, and plans that ask for what does not go together
+
+
+def plan_of(*pools: Pool, gpus: int = 16, hardware: str = "b200", model: str = "deepseek-v4.1-flash") -> Plan:
+    workload = Workload(
+        isl=FixedLength(tokens=300), osl=FixedLength(tokens=9), arrivals=PoissonArrivals(rate=50), num_requests=12
+    )
+    return Plan(model=model, hardware=hardware, gpus=gpus, pools=pools, workload=workload, acceptance=ACCEPTANCE)
+
+
+def pool_of(role: PoolRole, layout: LayoutSpec = NARROW, **changes: Any) -> Pool:
+    own = EngineSettings(max_num_seqs=6, max_tokens_per_step=1024, kv_format=changes.pop("kv_format", None))
+    return Pool(role=role, replicas=1, layout=layout, settings=own, **changes)
+
+
+def link_of(plan: Plan) -> KVTransfer:
+    giver, taker = resolve(plan)
+    return kv_transfer(taker.model, 0, Side(giver.layout, giver.cluster), Side(taker.layout, taker.cluster))
+
+
+def test_a_prefill_pool_of_another_kind() -> None:
+    """8 H200 prefill for 8 B200: each as fast as its own kind, V4's KV records for both, and 24 GPUs are paid for."""
+    prefill = pool_of("prefill", hardware="h200", gpus=8, kv_format="fp8-v4")
+    plan = plan_of(prefill, pool_of("decode", gpus=8, kv_format="fp8-v4"), gpus=24)
+    deployments = resolve(plan)
+    assert [d.cluster.accelerator.name for d in deployments] == ["h200", "b200"]
+    assert [d.num_gpus for d in deployments] == [12, 12]
+    record, requests, schedulers = serve(deployments, plan.workload)
+    assert_conserved(record, requests, closed=False)
+    assert_returned(schedulers)
+    assert record.num_gpus == 24
+    assert link_of(plan).bytes_per_token == 2.5 * (584 + 132)
+    assert link_of(plan).link == "scale-out"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "gpus", "layout", "expected"),
+    [
+        ("b200", None, LayoutSpec(cp=4, ep=4), "scale-up"),  # 8 in all, of a domain of 8
+        ("b200", None, NARROW, "scale-out"),  # 16
+        ("b200", 4, LayoutSpec(cp=4, ep=4), "scale-up"),
+        ("b200", 8, NARROW, "scale-out"),  # either pool would fit a domain, not both
+        ("gb200-nvl72", None, NARROW, "scale-up"),
+        ("gb200-nvl72", 8, NARROW, "scale-up"),
+    ],
+)
+def test_which_link_joins_pools_of_one_kind(hardware: str, gpus: int | None, layout: LayoutSpec, expected: str) -> None:
+    pools = [pool_of(role, layout, gpus=gpus) for role in ("prefill", "decode")]
+    transfer = link_of(plan_of(*pools, gpus=2 * layout.cp, hardware=hardware))
+    assert transfer.link == expected
+    nvlink = {"b200": 900e9, "gb200-nvl72": 900e9}[hardware]
+    assert transfer.bytes_per_s == (NIC_BYTES_PER_S if expected == "scale-out" else pytest.approx(0.81 * nvlink))
+
+
+@pytest.mark.parametrize(
+    ("pools", "gpus", "message"),
+    [
+        ((pool_of("prefill"), pool_of("decode")), 15, "the plan's pools use 16 GPUs, its cluster has 15"),
+        ((pool_of("prefill", gpus=4), pool_of("decode")), 16, "the prefill pool uses 8 GPUs and has 4"),
+        ((pool_of("prefill", gpus=9), pool_of("decode")), 16, "the plan's pools use 17 GPUs, its cluster has 16"),
+        (
+            (pool_of("prefill", hardware="h200", gpus=8), pool_of("decode")),
+            16,
+            "pools must keep KV in one format, got fp8-v4 on h200 and fp4 on b200; set kv_format",
+        ),
+        ((pool_of("prefill", hardware="h2000"), pool_of("decode")), 16, "h2000"),
+    ],
+)
+def test_pools_that_do_not_go_together(pools: tuple[Pool, ...], gpus: int, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        resolve(plan_of(*pools, gpus=gpus))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "roles", [("mixed", "mixed"), ("prefill",), ("decode",), ("prefill", "prefill", "decode"), ("mixed", "decode")]
+)
+def test_pools_of_other_roles_are_refused_in_one_sentence(roles: tuple[PoolRole, ...], tmp_path: Path) -> None:
+    good = plan_of(pool_of("prefill"), pool_of("decode")).model_dump(mode="json")
+    one = good["pools"][0]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(good | {"pools": [one | {"role": role} for role in roles]}), encoding="utf-8")
+    expected = "pools must be one mixed, or one prefill and one decode, got " + ", ".join(sorted(roles))
+    with pytest.raises(UsageError, match=expected) as error:
+        load_plan(str(path))
+    assert "\n" not in str(error.value)

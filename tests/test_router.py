@@ -64,6 +64,19 @@ def test_least_loaded_by_brute_force(pool: list[Replica], request: Request) -> N
         assert difference > 0 or (difference == 0 and i >= chosen)
 
 
+@given(
+    pool=st.lists(st.builds(Replica, st.integers(0, 1), st.integers(0, 4)), min_size=1), num_requests=st.integers(1, 40)
+)
+def test_equals_take_turns(pool: list[Replica], num_requests: int) -> None:
+    """While nothing changes, the replicas of the least load get one request each before any gets another."""
+    router = make_router("least_loaded")
+    chosen = [router(UNIQUE, pool) for _ in range(num_requests)]
+    loads = [4 * r.num_waiting + r.num_running for r in pool]
+    times = [chosen.count(i) for i in range(len(pool)) if loads[i] == min(loads)]
+    assert sum(times) == num_requests
+    assert max(times) - min(times) <= 1
+
+
 @given(pool=close)
 def test_cache_aware_follows_the_prefix_while_replicas_are_balanced(pool: list[Replica]) -> None:
     """Counts differ by 32 at most: who has most of the prompt gets it, if that is more than half."""

@@ -116,12 +116,14 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
     if sum(set_aside) > plan.gpus:
         raise UsageError(f"the plan's pools use {sum(set_aside)} GPUs, its cluster has {plan.gpus}")
     deployments = []
-    for pool, gpus in zip(plan.pools, set_aside, strict=True):
-        accelerator = load_hardware(pool.hardware or plan.hardware)
+    kinds = [load_hardware(pool.hardware or plan.hardware) for pool in plan.pools]
+    for pool, gpus, accelerator in zip(plan.pools, set_aside, kinds, strict=True):
         fitted = fit_to_hardware(model, accelerator, pool.settings.kv_format)
         # Accelerators of a kind that no pool uses are shared out: figures are per accelerator paid for.
         share = gpus + (plan.gpus - sum(set_aside)) * gpus / sum(set_aside)
-        cluster = ClusterSpec(accelerator, pool.gpus or plan.gpus)
+        # Pools set aside of one kind are one cluster: whether they share a scale-up domain depends on both.
+        alike = sum(n for n, kind in zip(set_aside, kinds, strict=True) if kind == accelerator)
+        cluster = ClusterSpec(accelerator, alike if pool.gpus else plan.gpus)
         deployments.append(_deployment(plan, pool, fitted, cluster, host, share))
     if len({d.model.kv.name for d in deployments}) > 1:
         formats = " and ".join(f"{d.model.kv.name} on {d.cluster.accelerator.name}" for d in deployments)
