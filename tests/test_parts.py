@@ -89,6 +89,14 @@ def both(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Summary, Summary]
     return part, whole
 
 
+def assert_alike(part: Summary, whole: Summary) -> None:
+    assert part.steps_per_s == pytest.approx(whole.steps_per_s, rel=0.02)
+    assert part.tpot_s.mean == pytest.approx(whole.tpot_s.mean, rel=0.03)
+    assert part.tpot_s.p90 == pytest.approx(whole.tpot_s.p90, rel=0.05)
+    assert part.ttft_s.mean == pytest.approx(whole.ttft_s.mean, rel=0.12)
+    assert part.ttft_s.p90 == pytest.approx(whole.ttft_s.p90, rel=0.12)
+
+
 @pytest.mark.parametrize(
     ("model", "layouts", "replicas"),
     [
@@ -99,27 +107,20 @@ def both(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Summary, Summary]
 def test_half_of_the_users_on_half_of_the_replicas(
     model: str, layouts: tuple[LayoutSpec, LayoutSpec], replicas: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TPOT and output within 3%, time to the first token within 12%.
+    """Output and TPOT within 5%, time to the first token within 12%: half of the users draw other lengths.
 
-    Fewer replicas have a less extreme slowest one, and one prefill replica of two finds no idle one beside it: both are
-    a percent or two. The rest is that the users draw other lengths.
+    With four times the requests output and TPOT agree within 0.5%, time to the first token within 5% (DECISIONS.md).
     """
-    plan = plan_of(model, layouts, replicas, USERS, 600, nextn=1)
-    part, whole = both(plan, monkeypatch)
-    print(report(part, whole))
+    part, whole = both(plan_of(model, layouts, replicas, USERS, 600, nextn=1), monkeypatch)
+    assert part.output_tokens_per_s_per_gpu == pytest.approx(whole.output_tokens_per_s_per_gpu, rel=0.05)
+    assert_alike(part, whole)
 
 
 def test_half_of_poisson_arrivals_on_half_of_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TPOT within 3%, time to the first token within 12%; output is what has arrived, give or take Poisson's 3 sigma."""
+    """Alike; output is what has arrived, give or take 3 standard deviations of a Poisson count."""
     monkeypatch.setattr(simulate, "MAX_ROUTED_REQUESTS", 100)
     plan = plan_of("deepseek-v3", (EIGHT, EIGHT), (2, 2), PoissonArrivals(rate=40.0), 600, nextn=1)
     part, whole = both(plan, monkeypatch)
-    print(report(part, whole))
-
-
-def report(part: Summary, whole: Summary) -> str:
-    names = ("output_tokens_per_s_per_gpu", "steps_per_s", "running_per_gpu")
-    ratios = [f"{name} {getattr(part, name) / getattr(whole, name):.3f}" for name in names]
-    ratios += [f"tpot {part.tpot_s.mean / whole.tpot_s.mean:.3f}", f"p90 {part.tpot_s.p90 / whole.tpot_s.p90:.3f}"]
-    ratios += [f"ttft {part.ttft_s.mean / whole.ttft_s.mean:.3f}", f"p90 {part.ttft_s.p90 / whole.ttft_s.p90:.3f}"]
-    return ", ".join(ratios)
+    noise = 3 * part.requests_arrived**-0.5
+    assert part.output_tokens_per_s_per_gpu == pytest.approx(whole.output_tokens_per_s_per_gpu, rel=noise)
+    assert_alike(part, whole)
