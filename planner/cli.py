@@ -109,6 +109,21 @@ def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
     _print_pairs(console, f"{title}: {total * 1e3:.2f} ms", rows)
 
 
+@app.command()
+def validate(
+    targets: Annotated[str, typer.Argument(help="JSON list of published measurements.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print every entry and group as JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="PNG of predicted against measured values to write.")] = None,
+    explain: Annotated[
+        str | None, typer.Option(metavar="ID", help="Show one entry's step, operator by operator.")
+    ] = None,
+) -> None:
+    """Compare predictions with published measurements."""
+    from planner.validate.command import run_validation
+
+    run_validation(targets, as_json, plot, explain)
+
+
 def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
     from rich.table import Table
 

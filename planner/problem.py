@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
+from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import Objective, RouterName, Slo
@@ -74,6 +75,7 @@ class Problem:
     router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
+    host: HostProfile = field(default_factory=load_host)
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
 

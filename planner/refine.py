@@ -74,7 +74,7 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     plan = Plan(
         model=problem.model_name,
         hardware=problem.hardware_name,
-        gpus=problem.num_gpus,
+        gpus=candidate.gpus if problem.objective == "gpus" else problem.num_gpus,
         pools=pools,
         workload=problem.workload(ClosedLoop(concurrency=1), 1),
         acceptance=problem.acceptance,
@@ -209,7 +209,7 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
             ratios.setdefault(int(family[i]), []).append(ratio)
     everyone = [ratio for group in ratios.values() for ratio in group]
     default = np.mean(everyone, axis=0) if everyone else np.asarray((*FIRST_GUESS, 1.0))
-    table = np.tile(default, (len(screening.candidates), 1))
+    table = np.tile(default, (int(family.max(initial=0)) + 1, 1))
     for one, group in ratios.items():
         table[one] = np.mean(group, axis=0)
     tpot, ttft, output = table[family].T

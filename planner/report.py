@@ -126,19 +126,12 @@ def why_lines(result: SearchResult) -> str:
     others = [f for f in result.finalists[1:] if result.feasible(f)]
     rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
     for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(_worth(result, rival))}.")
+        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(result.worth(rival))}.")
     return " ".join(lines)
 
 
 def _layout(finalist: Finalist) -> object:
     return [pool.layout for pool in finalist.plan.pools]
-
-
-def _worth(result: SearchResult, finalist: Finalist) -> float:
-    """A finalist's output beside the winner's; under a rate, what it could serve beside what the winner could."""
-    if result.problem.load.rate is not None:
-        return result.capacity_rps(finalist) / result.capacity_rps(result.winner)
-    return finalist.summary.output_tokens_per_s_per_gpu / result.winner.summary.output_tokens_per_s_per_gpu
 
 
 def _rate_line(result: SearchResult) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from deepinfer.errors import InfeasibleError
-from deepinfer.hardware.host import load_host
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan
@@ -21,7 +20,7 @@ from deepinfer.model.spec import MoE
 from planner.problem import Problem
 from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
 from planner.screen import Screen, Screening
-from planner.space import SearchSpace
+from planner.space import EngineKind, SearchSpace
 from planner.steady import UTILIZATION
 
 KEEPS_UP = 0.9
@@ -60,6 +59,12 @@ class SearchResult:
         """Requests/s for the whole cluster that a finalist could serve within the limits, by the screen."""
         return float(self.screening.points.capacity_rps[finalist.point])
 
+    def worth(self, finalist: Finalist) -> float:
+        """A finalist's output over the winner's; under a rate, what it could serve over what the winner could."""
+        if self.problem.load.rate is not None:
+            return self.capacity_rps(finalist) / self.capacity_rps(self.winner)
+        return finalist.summary.output_tokens_per_s_per_gpu / self.winner.summary.output_tokens_per_s_per_gpu
+
 
 def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = None) -> SearchResult:
     """Search a problem's space; finalists run in `jobs` processes (-1: one per core).
@@ -81,19 +86,21 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
     return result
 
 
-def make_screen(problem: Problem) -> Screen:
-    """The screen of a problem's space."""
+def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> Screen:
+    """The screen of a problem's space, or of some kinds of engines in it."""
     space = SearchSpace(problem.model, problem.cluster, problem.replay)
     apart = problem.prefill_cluster
     return Screen(
         space=space,
         load=problem.load,
         acceptance=problem.acceptance,
-        host=load_host(),
+        host=problem.host,
         slo=problem.slo,
         expert_load=problem.expert_load,
         pools=problem.pools,
         prefill_space=replace(space, cluster=apart) if apart else None,
+        only=only,
+        sizing=problem.objective == "gpus",
     )
 
 

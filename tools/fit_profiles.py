@@ -296,10 +296,10 @@ def attentions(hopper: bool) -> list[Entry]:
         ),
         Entry(
             "sparse_attention_prefill.bf16",
-            (*ROOFLINE, "rows_half", *softmax),
+            (*COMPUTE, "rows_half", *softmax),
             {sparse: sparse_attention_prefill},
-            ">= 512 query rows, rows = entries of one",
-            lists,
+            f">= 512 query rows, rows = entries of one; {FLASHMLA_HBM}",
+            (HBM, *lists),
         ),
         Entry(
             "index_score.fp8",
@@ -371,6 +371,8 @@ def fit_family(root: Path, family: str, left_out: str | None = None) -> Profile:
     profile: Profile = {}
     for entry in entries(family):
         parts, names = measured_rows(root, FAMILIES[family], entry.sources, entry.fastest)
+        if left_out is not None and {p.device == left_out for p in parts} != {True, False}:
+            continue
         fit = fit_entry(entry, parts, left_out)
         median, p90 = 100 * np.quantile(np.abs(fit.errors), (0.5, 0.9))
         low, high = np.quantile(np.log1p(fit.errors), (0.16, 0.84))

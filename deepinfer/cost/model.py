@@ -150,6 +150,7 @@ class CostModel:
         p = known.parameters
         num_bytes = work.bytes_read + work.bytes_written
         compute = work.flops * known.s_per_flop
+        # Terms that a kind does not have are skipped, not added as 0: every step of a search passes here.
         if p.rows_half:
             compute = compute * (1.0 + p.rows_half / larger(work.rows, 1e-9))
         if p.depth_s:

@@ -31,6 +31,8 @@ FP8_BLOCK_32 = WeightFormat("fp8 32x32 ue8m0", "fp8", 1.0 + 1.0 / (32 * 32))
 FP8_BLOCK_128 = WeightFormat("fp8 128x128 fp32", "fp8", 1.0 + 4.0 / (128 * 128))
 # FP4 weights meet FP8 activations, so their products run at the FP8 rate (model card, quantization_config).
 MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
+# E2M1 with one E4M3 scale per 16, in NVIDIA's checkpoints; activations are quantised alike.
+NVFP4 = WeightFormat("nvfp4", "fp4", 0.5 + 1.0 / 16)
 # One byte a weight and a scale per output channel, which is nothing beside thousands of weights.
 INT8 = WeightFormat("int8", "fp8", 1.0)
 _CONVERTIBLE = {INT8.name: INT8}

@@ -159,6 +159,8 @@ class OperatorList:
                 bytes_read=groups * (k * m * activation + k * n * fmt.bytes_per_parameter * launched),
                 bytes_written=groups * n * m * ACTIVATION_BYTES,
                 rows=m,
+                depth=k,
+                activation_bytes=groups * k * m * activation,
             )
 
         self.add(name, OpKind.GEMM, flow, work, rows)

@@ -124,6 +124,8 @@ def _expert_work(ctx: BuildContext, routing: _Routing) -> Callable[[StepShape], 
             bytes_read=touched * parameters * fmt.bytes_per_parameter + expert_rows * hidden * FP8_ACTIVATION_BYTES,
             bytes_written=expert_rows * hidden * ACTIVATION_BYTES,
             rows=expert_rows / larger(touched, 1e-9),
+            depth=hidden + moe.width / layout.etp,
+            activation_bytes=expert_rows * 2.0 * moe.width / layout.etp * ACTIVATION_BYTES,
         )
 
     return work

@@ -60,6 +60,7 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
             bytes_read=keys_read(shape) * ctx.model.kv.index_bytes,
             bytes_written=entries * SCORE_BYTES,
             rows=float(heads),
+            activation_bytes=rows(shape) * heads * (dim + SCORE_BYTES),
         )
 
     def topk(shape: StepShape) -> Work:

@@ -1,0 +1,1 @@
+"""`planner validate`: predictions against published measurements, through the planner's own graph and cost formula."""
