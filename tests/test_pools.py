@@ -346,8 +346,10 @@ def test_one_request_by_hand(model: str, replay: str, replayed: int, asynchronou
 
     kept = (1, 1, 1) if replay == "compact" else (2048, 2048, 904)
     starts, rows = (0, 2048, 4096), (2048, 2048, 904)
-    chunks = [giving.seconds([prompt_step(a, n, k, a == 4096)]) for a, n, k in zip(starts, rows, kept, strict=True)]
-    decodes = [taking.seconds([decode_step(context)]) for context in (5000, 5001, 5002)]
+    chunks = [
+        giving.seconds([prompt_step(a, n, k, a == 4096)], (), 0, 1) for a, n, k in zip(starts, rows, kept, strict=True)
+    ]
+    decodes = [taking.seconds([decode_step(context)], (), 0, 1) for context in (5000, 5001, 5002)]
     bytes_per_token = 61 * 2 * 576 if model == "deepseek-v3" else 890
     transfer = 10e-6 + 5000 * bytes_per_token / NIC_BYTES_PER_S
     before, after, gap = 1.7e-3, 0.3e-3, 1e-4
@@ -356,7 +358,7 @@ def test_one_request_by_hand(model: str, replay: str, replayed: int, asynchronou
     prefilled = sum(chunks) + after + (before + launch + 2 * gap if asynchronous else 3 * (before + launch))
     first = prefilled + transfer
     if replayed:
-        again = taking.seconds([prompt_step(5000 - replayed, replayed, replayed, True)])
+        again = taking.seconds([prompt_step(5000 - replayed, replayed, replayed, True)], (), 0, 1)
         first += before + taking.num_kernels * 1e-6 + again + after
     if asynchronous:
         assert min(chunks + decodes) > before + launch + after

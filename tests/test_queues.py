@@ -77,7 +77,7 @@ def prompt_seconds(plan: Plan) -> float:
     """Seconds on the device of the step that computes one prompt."""
     nobody = np.zeros(0, dtype=np.int64)
     step = StepPlan(0, (PrefillChunk(0, 0, PROMPT, PROMPT, True),), DecodeBatch(nobody, nobody, 0))
-    return prompt_timer(plan).seconds([step])
+    return prompt_timer(plan).seconds([step], (), 0, 1)
 
 
 def run(plan: Plan, host_s: dict[str, float]) -> RunRecord:
