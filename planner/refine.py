@@ -95,9 +95,17 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
         loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
         workload = problem.workload(loop, requests * parts)
     else:
-        enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
-        workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
+        workload = problem.workload(None, _open_loop_requests(plan, lifetime * problem.load.rate))
     return plan.model_copy(update={"workload": workload})
+
+
+def _open_loop_requests(plan: Plan, in_system: float) -> int:
+    """Requests of an open loop in which so many are in the system at once, on average."""
+    enough = math.ceil(OPEN_LOOP_LIFETIMES * in_system)
+    if enough <= MAX_OPEN_LOOP_REQUESTS:
+        return max(enough, MIN_OPEN_LOOP_REQUESTS)
+    parts = parts_of(plan)  # one of them is simulated
+    return parts * min(max(math.ceil(enough / parts), MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS)
 
 
 def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalist], point: int) -> float:

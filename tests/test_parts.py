@@ -46,6 +46,12 @@ def plan_of(
     )
 
 
+@pytest.fixture(autouse=True)
+def _eight_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts in which eight decode replicas of 64 requests are enough."""
+    monkeypatch.setattr(simulate, "SAMPLED_REQUESTS", 8 * 64)
+
+
 USERS = ClosedLoop(concurrency=96, ramp_s=1.0, warm_up_s=1.5)
 EIGHT = LayoutSpec(dp=8, ep=8)
 
@@ -53,10 +59,10 @@ EIGHT = LayoutSpec(dp=8, ep=8)
 @pytest.mark.parametrize(
     ("layouts", "replicas", "parts", "run"),
     [
-        ((EIGHT, EIGHT), (2, 3), 2, ((8, 1), (12, 2))),  # 12 replicas: one engine and a half
-        ((EIGHT, EIGHT), (2, 4), 4, ((4, 1), (8, 1))),
+        ((EIGHT, EIGHT), (2, 3), 2, ((8, 2), (12, 2))),  # half of both engines; 12 replicas: one engine and a half
+        ((EIGHT, EIGHT), (2, 4), 4, ((4, 2), (8, 1))),
         ((EIGHT, LayoutSpec(dp=32, ep=8)), (1, 1), 4, ((2, 1), (8, 1))),  # an engine of four step groups
-        ((LayoutSpec(dp=32, ep=8), LayoutSpec(dp=32, ep=32)), (1, 1), 4, ((8, 1), (8, 1))),
+        ((LayoutSpec(dp=32, ep=8), LayoutSpec(dp=32, ep=32)), (1, 1), 4, ((8, 4), (8, 1))),
         ((LayoutSpec(cp=8, ep=8), EIGHT), (3, 3), 3, ((1, 1), (8, 1))),
         ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (4, 16), 2, ((2, 2), (8, 8))),
         ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (3, 4), 1, ((3, 3), (4, 4))),
