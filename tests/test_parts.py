@@ -54,8 +54,8 @@ EIGHT = LayoutSpec(dp=8, ep=8)
     ("layouts", "replicas", "parts", "run"),
     [
         ((EIGHT, EIGHT), (2, 3), 2, ((8, 1), (12, 2))),  # 12 replicas: one engine and a half
-        ((EIGHT, EIGHT), (2, 4), 4, ((4, 1), (8, 1))),
-        ((EIGHT, LayoutSpec(dp=32, ep=8)), (1, 1), 4, ((2, 1), (8, 1))),  # an engine of four step groups
+        ((EIGHT, EIGHT), (2, 4), 2, ((8, 1), (16, 2))),  # what prefills is not divided below a step group
+        ((EIGHT, LayoutSpec(dp=32, ep=8)), (4, 1), 4, ((8, 1), (8, 1))),  # an engine of four step groups
         ((LayoutSpec(dp=32, ep=8), LayoutSpec(dp=32, ep=32)), (1, 1), 4, ((8, 1), (8, 1))),
         ((LayoutSpec(cp=8, ep=8), EIGHT), (3, 3), 3, ((1, 1), (8, 1))),
         ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (4, 16), 2, ((2, 2), (8, 8))),
@@ -68,7 +68,7 @@ def test_a_part_has_its_share_of_everything(
     parts: int,
     run: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
-    """Users, GPUs and (attention replicas, step groups) of the largest number of parts in which 8 replicas decode."""
+    """Users, GPUs and (attention replicas, step groups) of the most parts in which 8 replicas decode."""
     plan = plan_of("deepseek-v3", layouts, replicas, USERS, 96)
     whole = resolve(plan)
     workload, part = smallest_part(plan.workload, whole)
@@ -101,7 +101,7 @@ def assert_alike(part: Summary, whole: Summary) -> None:
     ("model", "layouts", "replicas"),
     [
         ("deepseek-v3", (EIGHT, LayoutSpec(dp=16, ep=16)), (2, 1)),  # half of a step group decodes
-        ("deepseek-v4.1-flash", (LayoutSpec(dp=2, cp=4, ep=8), EIGHT), (1, 2)),  # half of one prefills
+        ("deepseek-v4.1-flash", (LayoutSpec(dp=2, cp=4, ep=8), EIGHT), (2, 2)),
     ],
 )
 def test_half_of_the_users_on_half_of_the_replicas(
@@ -109,7 +109,7 @@ def test_half_of_the_users_on_half_of_the_replicas(
 ) -> None:
     """Output and TPOT within 5%, time to the first token within 12%: half of the users draw other lengths.
 
-    With four times the requests output and TPOT agree within 0.5%, time to the first token within 5% (DECISIONS.md).
+    With four times the requests output and TPOT agree within 0.5%, time to the first token within 7% (DECISIONS.md).
     """
     part, whole = both(plan_of(model, layouts, replicas, USERS, 600, nextn=1), monkeypatch)
     assert part.output_tokens_per_s_per_gpu == pytest.approx(whole.output_tokens_per_s_per_gpu, rel=0.05)

@@ -32,8 +32,9 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
     Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
-    share of each, if need be of the attention replicas of a step group, as long as `SAMPLED_REPLICAS` decode. Poisson
-    arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
+    share of each: whole step groups that prefill, because the more replicas step together the rarer they all idle, and
+    if need be some attention replicas of a step group that decodes, `SAMPLED_REPLICAS` at least. Poisson arrivals are
+    shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
     little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
@@ -59,8 +60,9 @@ def parts_of(plan: Plan) -> int:
 def _num_parts(deployments: tuple[Deployment, ...]) -> int:
     if len(deployments) == 1:
         return deployments[0].replicas
-    common = math.gcd(*(d.attention_replicas for d in deployments))
+    groups = next(d.step_groups for d in deployments if d.role == "prefill")
     decoding = next(d.attention_replicas for d in deployments if d.role == "decode")
+    common = math.gcd(groups, decoding)
     return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or decoding // k >= SAMPLED_REPLICAS))
 
 
