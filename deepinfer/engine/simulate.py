@@ -13,8 +13,8 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
-SAMPLED_REPLICAS = 8
-"""Attention replicas of a decode pool that are simulated at least, if it has them."""
+SAMPLED_REQUESTS = 2048
+"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -33,9 +33,9 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
 
     Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
     share of each: whole step groups that prefill, because the more replicas step together the rarer they all idle, and
-    if need be some attention replicas of a step group that decodes, `SAMPLED_REPLICAS` at least. Poisson arrivals are
-    shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
-    little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
+    if need be some attention replicas of one that decodes, as long as `SAMPLED_REQUESTS` decode. Poisson arrivals are
+    shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
+    harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
     parts = _num_parts(deployments)
@@ -60,17 +60,21 @@ def parts_of(plan: Plan) -> int:
 def _num_parts(deployments: tuple[Deployment, ...]) -> int:
     if len(deployments) == 1:
         return deployments[0].replicas
-    groups = next(d.step_groups for d in deployments if d.role == "prefill")
-    decoding = next(d.attention_replicas for d in deployments if d.role == "decode")
-    common = math.gcd(groups, decoding)
-    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or decoding // k >= SAMPLED_REPLICAS))
+    prefill = next(d for d in deployments if d.role == "prefill")
+    decode = next(d for d in deployments if d.role == "decode")
+    common = math.gcd(prefill.step_groups, decode.attention_replicas)
+    requests = decode.attention_replicas * decode.settings.max_num_seqs
+    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
 
 
 def _part(deployment: Deployment, parts: int) -> Deployment:
-    """One of so many alike parts of a pool: whole engines, or the fewest step groups that its replicas fit in."""
-    num_gpus = deployment.num_gpus / parts
-    if deployment.replicas % parts == 0:
-        return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
-    replicas, per_group = deployment.attention_replicas // parts, deployment.replicas_per_group
+    """One of so many alike parts of a pool: many replicas of few step groups, because those of one wait for each other.
+
+    Whole step groups where they divide evenly, as they do where a pool prefills.
+    """
+    num_gpus, replicas = deployment.num_gpus / parts, deployment.attention_replicas // parts
+    per_group = deployment.replicas_per_group
     groups = next(g for g in range(1, replicas + 1) if replicas % g == 0 and replicas // g <= per_group)
+    if deployment.replicas % parts == 0 and replicas // groups == per_group:
+        return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
     return replace(deployment, sample=Sample(groups, replicas // groups), num_gpus=num_gpus)
