@@ -68,7 +68,7 @@ def test_a_part_has_its_share_of_everything(
     parts: int,
     run: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
-    """Users, GPUs and (attention replicas, step groups) of the most parts in which 8 replicas of 256 requests decode."""
+    """Users, GPUs and (attention replicas, step groups) of the most parts where 8 replicas of 256 requests decode."""
     plan = plan_of("deepseek-v3", layouts, replicas, USERS, 96)
     whole = resolve(plan)
     workload, part = smallest_part(plan.workload, whole)
@@ -107,8 +107,8 @@ def assert_alike(part: Summary, whole: Summary) -> None:
 def test_half_of_the_users_on_half_of_the_replicas(
     model: str, layouts: tuple[LayoutSpec, LayoutSpec], replicas: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output, steps and TPOT within 5%, time to the first token within 12%: half of the users draw other lengths, and the
-    prompts that V4.1 prefills together spread their replays over two engines instead of one.
+    """Output, steps and TPOT within 5%, time to the first token within 12%: half of the users draw other lengths, and
+    the prompts that V4.1 prefills together spread their replays over two engines instead of one.
     """
     part, whole = both(plan_of(model, layouts, replicas, USERS, 600, nextn=1), monkeypatch)
     assert part.output_tokens_per_s_per_gpu == pytest.approx(whole.output_tokens_per_s_per_gpu, rel=0.05)
