@@ -38,6 +38,8 @@ OPEN_LOOP_LIFETIMES = 6.0
 MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
 MOST_LATER = 3.0
 """What a finalist tells of TTFT at most: one whose prefill was saturated says little about others of its layout."""
+FIRST_USERS = 0.8
+"""Users of two pools over the screened number, before the first round: the screen knows no uneven steps in prefill."""
 NEARLY_FULL = 0.97
 """Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
@@ -118,12 +120,14 @@ def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalis
     points, family = screening.points, _families(screening)
     ratios = []
     for f in known:
-        if not f.failure and family[f.point] == family[point]:
-            summary, i = f.summary, f.point
-            rate = summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
-            lifetime = summary.e2e_s.mean - summary.ttft_s.mean + points.ttft_s[i]
-            ratios.append(NEARLY_FULL * rate * lifetime / points.users[i])
-    return min(float(np.mean(ratios)), 1.0) if ratios else 1.0
+        if f.failure or family[f.point] != family[point] or not isinstance(f.plan.workload.arrivals, ClosedLoop):
+            continue
+        users: float = f.plan.workload.arrivals.concurrency
+        if _had_too_many_users(problem, screening, f):
+            rate = f.summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
+            users = NEARLY_FULL * rate * (f.summary.e2e_s.mean - f.summary.ttft_s.mean + points.ttft_s[f.point])
+        ratios.append(users / points.users[f.point])
+    return min(float(np.mean(ratios)), 1.0) if ratios else FIRST_USERS
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:
