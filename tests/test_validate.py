@@ -99,9 +99,10 @@ def test_expert_groups_are_sliced_over_the_ranks_that_ep_leaves(
 
 def test_formats_named_by_an_entry_are_those_of_its_model() -> None:
     fp4 = map_case(target(hardware="b200", weights="fp4", kv="fp8")).model
-    # NVFP4: half a byte and one byte of scale per 16; attention is BF16 in such checkpoints.
+    # NVFP4: half a byte and one byte of scale per 16; attention but for its output is BF16 in such checkpoints.
     assert fp4.expert_format.bytes_per_parameter == 0.5625
     assert fp4.dense_format.name == "bf16"
+    assert fp4.ffn_format == fp4.output_format == fp4.expert_format
     assert fp4.kv.name == "fp8"
     own = map_case(target(hardware="b200", model="deepseek-v4-flash", weights="fp4", kv=None)).model
     assert own.expert_format.bytes_per_parameter == 0.5 + 1 / 32

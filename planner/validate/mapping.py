@@ -165,14 +165,16 @@ def _drafts_blocks(target: Target) -> bool:
 def with_experts(model: ModelSpec, card: ModelSpec, weights: str) -> ModelSpec:
     """The model with routed experts in format `weights`.
 
-    FP4 of a checkpoint that has none of its own means NVFP4 experts beside BF16 attention, as in NVIDIA's checkpoints
-    (TensorRT-LLM tech blog 1, table "Precision Strategy").
+    FP4 of a checkpoint that has none of its own means NVIDIA's (nvidia/DeepSeek-R1-0528-FP4-v2, model card): experts,
+    shared ones and dense layers in NVFP4, attention in BF16 (TensorRT-LLM tech blog 1, table "Precision Strategy") but
+    for its output projection, which version 2 quantises too.
     """
     if weights == "fp4" and card.expert_format is MXFP4:
         return replace(model, expert_format=MXFP4)
     if weights in ("fp4", "nvfp4"):
-        dense = BF16 if card.expert_format is not MXFP4 else model.dense_format
-        return replace(model, expert_format=NVFP4, dense_format=dense)
+        if card.expert_format is MXFP4:
+            return replace(model, expert_format=NVFP4)
+        return replace(model, expert_format=NVFP4, dense_format=BF16, ffn_format=NVFP4, output_format=NVFP4)
     return replace(model, expert_format=_format(weights))
 
 
