@@ -216,7 +216,7 @@ class KVFormat:
 class ModelSpec:
     """The facts of a model that layouts, graphs and costs are computed from.
 
-    All that is not routed has `dense_format`, unless a checkpoint keeps its shared experts and dense layers (`ffn_format`)
+    All that is not routed has `dense_format`, unless a checkpoint keeps shared experts and dense layers (`ffn_format`)
     or its attention output projections (`output_format`) in another one.
     """
 
