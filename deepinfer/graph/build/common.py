@@ -8,7 +8,7 @@ from typing import Literal
 
 from deepinfer.graph.ops import Message, Operator, OpKind, Pattern, Stream, Work
 from deepinfer.graph.shape import Sequences, StepShape, View
-from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.hardware.spec import ClusterSpec, Precision
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.sharding import check_sharding
@@ -265,6 +265,13 @@ def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tup
 def total(sequences: tuple[Sequences, ...], per_sequence: Callable[[Sequences], Num]) -> Num:
     """Sum of `per_sequence` over groups of sequences, each times its count."""
     return sum((s.count * per_sequence(s) for s in sequences), 0.0)
+
+
+def cache_precision(bytes_per_number: float) -> Precision:
+    """Queries meet what is cached in its precision: FP4 with scales, 8 bits with or without scales, or BF16."""
+    if bytes_per_number < 1.0:
+        return "fp4"
+    return "fp8" if bytes_per_number < 2.0 else "bf16"
 
 
 def decode_group(shape: StepShape) -> tuple[Sequences, ...]:
