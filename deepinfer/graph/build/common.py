@@ -21,6 +21,7 @@ RowsOf = Callable[[StepShape], Num]
 """Rows of one rank that an operator computes."""
 
 ACTIVATION_BYTES = 2.0  # BF16 between operators
+LOGIT_BYTES = 4.0  # sampling works on FP32
 FP8_ACTIVATION_BYTES = 1.0 + 1.0 / 32  # E4M3 with one UE8M0 scale per 32 (model card, activation_scheme)
 PREFILL_GATHER_REUSE = 8.0
 """Neighbouring prompt rows select overlapping entries: a gathered entry serves this many rows from L2.
@@ -240,26 +241,32 @@ def gather_kv_operator(
 
 
 def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tuple[str, str]) -> None:
-    """LM head, its vocabulary split over tp, and sampling for `rows`, from a hidden slot to a token slot."""
-    vocab, hidden, tp = ctx.model.vocab_size, ctx.model.hidden_size, ctx.layout.tp
+    """LM head and sampling for `rows`, from a hidden slot to a token slot."""
     source, target = flow
-    ops.gemm("lm_head", (source, "logits"), rows, hidden, -(-vocab // tp), BF16)
+    logits_operators(ctx, ops, rows, source, "logits")
+
+    def work(shape: StepShape) -> Work:
+        m = rows(shape)
+        read = m * ctx.model.vocab_size * LOGIT_BYTES
+        return Work(precision="bf16", bytes_read=read, bytes_written=m * 8.0, rows=m)
+
+    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
+
+
+def logits_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, source: str, target: str) -> None:
+    """LM head for `rows`, its vocabulary split over tp, and the gathering of its parts."""
+    vocab, hidden, tp = ctx.model.vocab_size, ctx.model.hidden_size, ctx.layout.tp
+    ops.gemm("lm_head", (source, target), rows, hidden, -(-vocab // tp), BF16)
     if tp > 1:
         ops.collective(
             "gather_logits",
             OpKind.ALL_GATHER,
-            ("logits", "logits"),
+            (target, target),
             lambda s: ctx.ring_bytes(rows(s) * vocab * ACTIVATION_BYTES, tp),
             rows,
             tp,
             "all_gather",
         )
-
-    def work(shape: StepShape) -> Work:
-        m = rows(shape)
-        return Work(precision="bf16", bytes_read=m * vocab * 4.0, bytes_written=m * 8.0, rows=m)
-
-    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
 
 
 def total(sequences: tuple[Sequences, ...], per_sequence: Callable[[Sequences], Num]) -> Num:
