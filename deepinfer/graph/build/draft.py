@@ -10,7 +10,6 @@ from deepinfer.graph.build.common import (
     BuildContext,
     OperatorList,
     RowsOf,
-    head_operators,
     logits_operators,
 )
 from deepinfer.graph.graph import Block
