@@ -63,19 +63,20 @@ class Case:
 
 def map_case(target: Target) -> Case:
     """The engine that an entry measured. Raises UsageError or NoDataError with the reason where there is none."""
-    accelerator = _hardware(target.hardware)
-    model = _model(target, accelerator)
+    dies = target.layout.ranks_per_gpu
+    costs = _costs(target.hardware, dies)
+    model = _model(target, costs.accelerator)
     layout = map_layout(target.layout, target.gpus, target.hardware)
     engine = load_engine(target.engine)
     return Case(
         target=target,
         model=model,
-        cluster=ClusterSpec(accelerator, target.gpus),
+        cluster=ClusterSpec(costs.accelerator, target.gpus * dies),
         layout=layout,
         stages=target.layout.pp,
         engine=engine,
         host=load_host(engine.host) if engine.host else None,
-        costs=_costs(target.hardware),
+        costs=costs,
         expert_load=_expert_load(target),
     )
 
@@ -90,30 +91,26 @@ def _expert_load(target: Target) -> ExpertLoad:
 
 
 def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout:
-    """The layout over accelerators. Where ranks are the dies of one accelerator, neighbouring ranks become one.
+    """The layout over ranks, which may be the dies of an accelerator.
 
-    tp is the fastest axis of the attention plane and the slices of an expert of the expert plane, so they shrink first.
     Raises UsageError where the two planes cannot be told from the degrees.
     """
     dies = layout.ranks_per_gpu
     if dies != 1 and dies != _DIES_PER_ACCELERATOR.get(hardware):
         raise UsageError(f"{dies} ranks per accelerator on {hardware}: an accelerator of the catalog is one rank")
-    if layout.tp * layout.dp * layout.cp * layout.pp != gpus * dies:
-        raise UsageError(f"tp x dp x cp x pp does not cover {gpus} accelerators of {dies} ranks")
     ranks = layout.tp * layout.dp * layout.cp
+    if ranks * layout.pp != gpus * dies:
+        raise UsageError(f"tp x dp x cp x pp does not cover {gpus} accelerators of {dies} ranks")
     if ranks % layout.ep:
         raise UsageError(f"ep {layout.ep} does not divide the {ranks} ranks of a stage")
-    etp, ep = _merged((ranks // layout.ep, layout.ep), dies)
-    tp, cp, dp = _merged((layout.tp, layout.cp, layout.dp), dies)
-    return ParallelLayout(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, redundant_experts=layout.redundant_experts)
-
-
-def _merged(degrees: tuple[int, ...], dies: int) -> tuple[int, ...]:
-    """Degrees from the fastest axis on, with `dies` neighbours taken as one. Raises UsageError where none divides."""
-    for position, degree in enumerate(degrees):
-        if degree % dies == 0:
-            return (*degrees[:position], degree // dies, *degrees[position + 1 :])
-    raise UsageError(f"no degree of {degrees} covers the {dies} ranks of one accelerator")
+    return ParallelLayout(
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=ranks // layout.ep,
+        redundant_experts=layout.redundant_experts,
+    )
 
 
 def _hardware(name: str) -> Accelerator:
@@ -124,8 +121,8 @@ def _hardware(name: str) -> Accelerator:
 
 
 @lru_cache
-def _costs(hardware: str) -> CostModel:
-    return CostModel(load_hardware(hardware))
+def _costs(hardware: str, parts: int) -> CostModel:
+    return CostModel(_hardware(hardware).part(parts))
 
 
 def _model(target: Target, accelerator: Accelerator) -> ModelSpec:
