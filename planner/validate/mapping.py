@@ -14,7 +14,7 @@ from deepinfer.errors import UsageError
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.placement import ExpertLoad
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
 from planner.validate.engines import EngineProfile, load_engine
@@ -24,6 +24,8 @@ _MODEL_ALIASES = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", 
 # Models whose later release ships a drafter that makes a block in one pass (DSpark) instead of one token.
 _BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731", "deepseek-v4-pro": "deepseek-v4-pro-dspark"}
 _BLOCK_LENGTH = 5
+RANDOM_TOKENS_SIGMA = 0.61
+"""Spread of expert popularity on random ids: Gini 0.29 to 0.38, the middle (DODOCO, arXiv 2605.20982; 0.24 on text)."""
 _DIES_PER_ACCELERATOR = {"ascend-910c": 2}
 _FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4}
 # Names of one entry's KV format in the order they are tried; INT8 records are as long as FP8's.
@@ -82,12 +84,13 @@ def map_case(target: Target) -> Case:
 
 
 def _expert_load(target: Target) -> ExpertLoad:
-    """Forced balance as stated; kernels are timed on uniform routing; else real text, EPLB where there are copies."""
+    """Forced balance as stated; kernels are timed on uniform routing; else text or random ids, EPLB where there are copies."""
     if target.expert_load == "balanced":
         return ExpertLoad(balanced=True)
     if target.kind == "kernel" and target.expert_load != "real":
         return ExpertLoad(sigma=0.0, drift=0.0)
-    return ExpertLoad(eplb=target.layout.redundant_experts > 0)
+    sigma = RANDOM_TOKENS_SIGMA if target.random_tokens else TYPICAL_LOAD.sigma
+    return ExpertLoad(sigma=sigma, eplb=target.layout.redundant_experts > 0)
 
 
 def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout:
