@@ -84,7 +84,7 @@ def map_case(target: Target) -> Case:
 
 
 def _expert_load(target: Target) -> ExpertLoad:
-    """Forced balance as stated; kernels are timed on uniform routing; else text or random ids; EPLB if it has copies."""
+    """Forced balance as stated; kernels are timed on uniform routing; else text or random ids, EPLB with copies."""
     if target.expert_load == "balanced":
         return ExpertLoad(balanced=True)
     if target.kind == "kernel" and target.expert_load != "real":
