@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import simpy
 
-from backends.sim.pool import Place, SimPool, ToUsers
+from backends.sim.outlet import Place, ToUsers
+from backends.sim.pool import SimPool
 from deepinfer.engine.transfer import KVTransfer
-from deepinfer.metrics.record import Floats, RunRecord, TransferRecord
+from deepinfer.metrics.record import EvenDelivery, Floats, RunRecord, TransferRecord
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.step import Ints
 
@@ -18,7 +19,8 @@ from deepinfer.scheduler.step import Ints
 class HandOver:
     """Outlet of a prefill pool: each prompt it completes goes to the decode pool, which then reads its KV.
 
-    A replica's link carries one transfer at a time in each direction; requests of one token end here.
+    A transfer uses as many links of either replica as the one with fewer ranks has, alone while it lasts: a replica of
+    more ranks carries several at once in each direction. Requests of one token end here.
     """
 
     def __init__(
@@ -46,11 +48,15 @@ class HandOver:
         """Requests whose KV the decode pool has not read."""
         return len(self._requests)
 
-    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float, others: EvenDelivery | None = None) -> None:
         """A prompt's token reaches its user with the decode pool's answer, except when it is the only one."""
 
-    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
+    def deliver_evenly(self, num_requests: int, tokens: Ints, times: Floats, before_s: float) -> None:
         """A pool without decoding requests has no stretches."""
+        raise AssertionError("a prefill pool does not decode")
+
+    def note_later(self, request_ids: Ints, tokens: Ints, last_s: float) -> None:
+        """As `deliver_evenly`."""
         raise AssertionError("a prefill pool does not decode")
 
     def finish(self, request_id: int, now: float) -> None:
@@ -77,7 +83,9 @@ class HandOver:
     def _read(self, place: Place, request_id: int) -> Generator[simpy.Event, Any, None]:
         request, source = self._requests[request_id]
         start_s, tokens = self._env.now, request.transferred_tokens
-        with self._link(source).request() as out, self._link(place).request() as into:
+        out_of = self._links_of(source, self._transfer.senders)
+        into_it = self._links_of(place, self._transfer.receivers)
+        with out_of.request() as out, into_it.request() as into:
             yield out & into
             yield self._env.timeout(self._transfer.seconds(tokens))
         self._log.append(self._env.now, self._env.now - start_s, self._transfer.num_bytes(tokens))
@@ -87,8 +95,10 @@ class HandOver:
             self._record.deliver(np.asarray([request_id]), np.ones(1, dtype=np.int64), self._env.now)
         self._leave(request_id)
 
-    def _link(self, place: Place) -> simpy.Resource:
-        return self._links.setdefault(place, simpy.Resource(self._env, capacity=1))
+    def _links_of(self, place: Place, ranks: int) -> simpy.Resource:
+        if place not in self._links:
+            self._links[place] = simpy.Resource(self._env, capacity=ranks // self._transfer.streams)
+        return self._links[place]
 
     def _leave(self, request_id: int) -> None:
         del self._requests[request_id]
