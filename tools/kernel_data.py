@@ -76,7 +76,7 @@ def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, max_local: int, floor_m
     Gate and up products pass to the down product through other kernels, in BF16: the activations.
 
     Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
-    read up to EP8. V3's routing picks groups first: where kernels route (all but those behind a dispatch) its "balanced"
+    read up to EP8. V3's routing picks groups first: where kernels route (all not behind a dispatch) its "balanced"
     rows land on some of the experts and ranks only, so these are left out. On Hopper, CUTLASS is read up to 32 rows an
     expert: from there it falls behind DeepGEMM, at 128 by a factor of two. `wideep_context_moe` holds 0.3-0.5 ms of
     launches: read from 1 ms.
