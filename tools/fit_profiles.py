@@ -32,6 +32,7 @@ from kernel_data import (
     deepep_v2_nvlink,
     elementwise,
     fused_moe,
+    fused_moe_published,
     gemm,
     grouped_gemm,
     index_score,
@@ -200,9 +201,9 @@ NVLINK = ("scale_up_efficiency", 0.6)  # of the fused expert kernel, whose link 
 HIDDEN = ("message_sharpness", 4.0)  # as sharp as the roofline's knee by default
 FP8, FP4 = ("fp8_block",), ("nvfp4",)
 CONTEXT = "wideep_context_moe.sglang-0.5.10"
-MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 0)}
-MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 1)}
-MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 0)}
+MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 96, 0)}
+MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 96, 1)}
+MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 384, 0)}
 
 V1_RDMA = "DeepEP V1 README: low-latency, EP16-EP256 on H800, the only data for scale-out"
 V2_NVLINK = "DeepEP V2 README: EP8 on B200, 8K tokens, 64 and 24 SMs; a rank's copies to itself taken off, "
@@ -247,16 +248,18 @@ def products(hopper: bool) -> list[Entry]:
         Entry("grouped_gemm.fp8", AROUND, MOE, balanced, (TILE,), max_rows=60),
         Entry(
             "fused_moe.fp8",
-            ROOFLINE[:3],
+            (*ROOFLINE[:3], "per_peer_s"),
             {"dsv4_megamoe_module.": fused_moe},
             "balanced, 1 to 32,768 tokens a rank, EP4 to EP32; share of NVLink as of combine's kernels",
             (NVLINK, HIDDEN),
+            published=fused_moe_published(),
+            published_what="DeepGEMM PR 316: V4-Flash and V4-Pro, EP8 on B200",
         ),
         Entry(
             "grouped_gemm.fp4",
-            AROUND,
+            (*AROUND, "read_passes"),
             MOE_FP4,
-            balanced.replace("FP8", "NVFP4"),
+            "balanced, NVFP4 weights, whole and sliced experts, rows as padded to tiles of 128",
             (TILE,),
             max_rows=300,
             fastest=True,
@@ -267,7 +270,7 @@ def products(hopper: bool) -> list[Entry]:
 def attentions(hopper: bool) -> list[Entry]:
     """Attention and index scores. SGLang's prefill on Hopper is left out: its times are those of the absorbed form."""
     fixed = (SPARSE["hopper" if hopper else "blackwell"], HBM)
-    prefill = {"context_mla.trtllm" if hopper else "context_mla.": attention_prefill}
+    prefill = "context_mla.trtllm" if hopper else "context_mla."
     scores, sparse = "dsv4_paged_mqa_logits_module.sglang", "dsv4_hca_attn_module."
     softmax = () if hopper else ("exp_share",)
     keys, lists = (() if hopper else (("flops_per_exp", n),) for n in (640.0, 2048.0))  # products of a query and a key
@@ -284,12 +287,15 @@ def attentions(hopper: bool) -> list[Entry]:
             )
             for p, c in decode.items()
         ),
-        Entry(
-            "attention_prefill.bf16",
-            (*ROOFLINE, "rows_half", *softmax),
-            prefill,
-            "BF16 cache, >= 32 heads, >= 64 tokens, rows = keys of one",
-            keys,
+        *(
+            Entry(
+                f"attention_prefill.{p}",
+                (*ROOFLINE, "rows_half", *softmax),
+                {prefill: partial(attention_prefill, c)},
+                f"{p.upper()} cache, >= 32 heads, >= 64 tokens, rows = keys of one",
+                keys,
+            )
+            for p, c in (("bf16", "bfloat16"), ("fp8", "fp8"))
         ),
         Entry(
             "sparse_attention_decode.bf16", COMPUTE[:1], {sparse: sparse_attention_decode}, START, fixed, "published"

@@ -12,6 +12,7 @@ from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.ops import OpKind
 from deepinfer.graph.shape import Sequences, StepShape
 from planner.validate.kernels import kernel_step
 from planner.validate.mapping import Case, map_case
@@ -118,7 +119,7 @@ def _decode(case: Case) -> Prediction:
     if target.aggregated and target.isl is not None and target.osl is not None:
         steps = _with_prefill(case, quiet, decode, mean_rows)
     step_s = sum(weight * step.seconds for weight, step in steps)
-    per_gpu = requests * case.replicas / case.layout.num_ranks
+    per_gpu = requests * case.replicas * case.stages / target.gpus
     return _in_metric(target.metric, step_s / tau, per_gpu * tau / step_s, steps)
 
 
@@ -236,17 +237,22 @@ def _tau(case: Case) -> float:
 
 
 def _timed(case: Case, title: str, phase: Phase, nextn: int, shape: StepShape) -> TimedStep:
-    """A step with its host time, what exceeds the device's or the gap to the next step; single forwards have none."""
+    """A step with its host time, what exceeds the device's or the gap to the next step, and what ranks wait for others.
+
+    Single forwards have no host time.
+    """
     graph = build_graph(case.model, case.layout, case.cluster, _features(case, phase, nextn))
     device_s = float(step_cost(graph, shape, case.costs).seconds)
+    exchanges = sum(graph.operators[step.operator].kind is OpKind.DISPATCH for step in graph.steps)
+    waiting_s = exchanges * case.engine.exchange_wait_s
     if case.host is None or case.target.kind == "step":
-        return TimedStep(title, graph, shape, device_s, 0.0)
+        return TimedStep(title, graph, shape, device_s, waiting_s)
     count, captured = math.ceil(shape.decode.count) if shape.decode else 0, not shape.prefill
     busy_s = case.host.submit_seconds(count, len(graph.steps), captured) + case.host.deliver_seconds(count)
     if not captured:
         busy_s = max(busy_s, case.engine.eager_seconds(case.model))
-    host_s = max(case.host.step_gap_s.value, busy_s - device_s)
-    return TimedStep(title, graph, shape, device_s, host_s)
+    host_s = max(case.host.step_gap_s.value, busy_s - device_s - waiting_s)
+    return TimedStep(title, graph, shape, device_s, host_s + waiting_s)
 
 
 def _features(case: Case, phase: Phase, nextn: int) -> GraphFeatures:
