@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from planner.plots import new_figure, to_png
-from planner.validate.predict import Outcome
+from planner.validate.outcome import Outcome
 from planner.validate.statistics import group_stats
 
 _COLORS = ("#2f6db3", "#d9652b", "#3f8f5f", "#8a56a5", "#b8860b", "#c2185b", "#607d8b", "#9aa3ad")

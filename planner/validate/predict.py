@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.errors import DeepinferError, UsageError
+from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
@@ -53,31 +53,6 @@ class Prediction:
     low: float
     high: float
     steps: WeightedSteps
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """An entry with its prediction, or with the reason why there is none."""
-
-    target: Target
-    prediction: Prediction | None
-    reason: str | None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one; None without a prediction."""
-        return None if self.prediction is None else self.prediction.value / self.target.value - 1.0
-
-
-def validate(targets: list[Target]) -> list[Outcome]:
-    """Every entry predicted, or with a reason."""
-    outcomes = []
-    for target in targets:
-        try:
-            outcomes.append(Outcome(target, predict(target), None))
-        except DeepinferError as error:
-            outcomes.append(Outcome(target, None, str(error)))
-    return outcomes
 
 
 def predict(target: Target) -> Prediction:
