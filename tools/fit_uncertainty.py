@@ -3,8 +3,8 @@
     python tools/fit_uncertainty.py TARGETS.json [--write]
 
 A spread is the smallest with which four of five residuals lie in their band, beyond what the operators of each entry
-contribute; families (an engine on an accelerator) weigh alike, so that the best measured one does not decide. The table
-then leaves each family out: its coverage by spreads fitted without it, which is what an unseen one gets.
+contribute. Families (an engine on an accelerator) weigh as the square root of their rows, so that the best measured one
+does not decide. The table then leaves each family out: its coverage by spreads fitted without it, as an unseen one's.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import argparse
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer.cost import uncertainty
-from deepinfer.cost.uncertainty import Z_INSIDE, Part, difference_log_sigma, load_spreads
+from deepinfer.cost.uncertainty import Z_INSIDE, Part, difference_log_sigma
 from planner.validate.bands import entry_parts, single_kernel
 from planner.validate.mapping import map_case
 from planner.validate.outcome import Outcome, validate
@@ -87,26 +87,24 @@ def residuals(entries: Sequence[Entry], kind: str) -> list[Residual]:
     """Residuals that tell about one spread."""
     if kind in ("same_layout", "other_layout"):
         return list(_pairs(entries, kind == "same_layout"))
-    return [
-        Residual(e.target.id, e.family, e.log_error, e.measured_sigma()) for e in entries if e.kind == kind
-    ]
+    return [Residual(e.target.id, e.family, e.log_error, e.measured_sigma()) for e in entries if e.kind == kind]
 
 
 def _pairs(entries: Sequence[Entry], same_layout: bool) -> Iterable[Residual]:
     """Differences between points of one kind of step, model, engine and hardware, on one curve or not."""
     for a, b in itertools.combinations(entries, 2):
         x, y = a.target, b.target
-        alike = (x.kind, x.engine, x.hardware, x.model) == (y.kind, y.engine, y.hardware, y.model)
+        alike = all(getattr(x, name) == getattr(y, name) for name in ("kind", "engine", "hardware", "model", "weights"))
         if alike and a.kind == "step" and (curve_of(x) == curve_of(y)) is same_layout:
             known = difference_log_sigma(a.parts, b.parts)
             yield Residual(f"{x.id} {y.id}", a.family, a.log_error - b.log_error, known)
 
 
 def covered(rows: Sequence[Residual], sigma: float) -> float:
-    """Share of rows within the band, families weighing alike."""
+    """Share of rows within the band, families weighing as the square root of their rows."""
     count = Counter(r.family for r in rows)
-    inside = sum(_inside(r, sigma) / count[r.family] for r in rows)
-    return inside / len(count)
+    inside = sum(_inside(r, sigma) / math.sqrt(count[r.family]) for r in rows)
+    return inside / sum(math.sqrt(n) for n in count.values())
 
 
 def _inside(row: Residual, sigma: float) -> bool:
@@ -144,3 +142,56 @@ def spreads_of(entries: Sequence[Entry]) -> dict[str, list[Residual]]:
         if e.kind == "unmeasured"
     ]
     return found
+
+
+WHAT = {
+    "kernel": "kernels timed alone by others than the profile's: beyond the spread of their entries",
+    "step": "steps, forwards and drafts of at least half measured entries: engine, host, imbalance, measuring",
+    "unmeasured": "entries without a measurement behind them, off together, beyond `step`",
+    "same_layout": "pairs on one curve, all conditions alike but load and context: beyond the difference of operators",
+    "other_layout": "pairs of one engine, hardware, model and weight format on different curves",
+}
+
+
+def to_toml(found: dict[str, list[Residual]]) -> str:
+    """The file that `deepinfer.cost.uncertainty` reads."""
+    lines = ["# Written by tools/fit_uncertainty.py."]
+    for kind, rows in found.items():
+        families = len({r.family for r in rows})
+        lines += ["", f"[{kind}]", f"log_sigma = {fit(rows)}", f"rows_fitted = {len(rows)}"]
+        weighing = f"{families} families of published measurements, each weighing as the root of its rows"
+        lines.append(f'source = "{WHAT[kind]}; {weighing}"')
+    return "\n".join(lines) + "\n"
+
+
+def table(found: dict[str, list[Residual]]) -> list[str]:
+    """Markdown: each spread, then each family by the spreads fitted without it."""
+    lines = ["| spread | left out | rows | fitted on the others | inside |", "| --- | --- | --- | --- | --- |"]
+    for kind, rows in found.items():
+        out = leave_out(rows)
+        whole = f"| {kind} | nothing | {len(rows)} | {fit(rows)} | {covered(rows, fit(rows)):.0%} |"
+        lines.append(whole)
+        for family, (count, sigma, inside) in out.items():
+            lines.append(f"| {kind} | {family} | {count} | {sigma} | {inside:.0%} |")
+        num = sum(count for count, _, _ in out.values())
+        if num:
+            mean = sum(count * inside for count, _, inside in out.values()) / num
+            lines.append(f"| {kind} | each in turn | {num} | | {mean:.0%} |")
+    return lines
+
+
+def main() -> None:
+    """Fit, print the table, and write the spreads with --write."""
+    parser = argparse.ArgumentParser(description="Fit the spreads of predictions to published measurements.")
+    parser.add_argument("targets", help="JSON list of published measurements")
+    parser.add_argument("--write", action="store_true", help="rewrite deepinfer/cost/uncertainty.toml")
+    arguments = parser.parse_args()
+    found = spreads_of(entries_of(validate(load_targets(arguments.targets))))
+    print("\n".join(table(found)))
+    if arguments.write:
+        path = Path(uncertainty.__file__).with_suffix(".toml")
+        path.write_text(to_toml(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ Two plans of one model on one hardware share these errors, so the ratio of their
 
     log(ratio measured / ratio predicted) = sum over k of (share_k - other share_k) x error_k + apart
 
-with `apart` the spread that pairs of measurements of one engine on one hardware showed, `same_layout` or not.
+with `apart` the spread that pairs of measurements of one engine on one hardware showed, of the `same_layout` or not.
 """
 
 from __future__ import annotations
@@ -153,8 +153,13 @@ def difference_log_sigma(parts: Parts, other: Parts) -> float:
     return math.sqrt(total)
 
 
-def ratio_band(parts: Parts, other: Parts, same_layout: bool) -> Band:
-    """The band of the ratio of two times of one model on one hardware: what both share cancels."""
+def ratio_band(parts: Parts, other: Parts, other_layout: float) -> Band:
+    """The band of the ratio of two times of one model on one hardware: what both share cancels.
+
+    `other_layout` is the share of the time spent in engines whose layouts differ.
+    """
     spreads = load_spreads()
-    apart = spreads.same_layout if same_layout else spreads.other_layout
-    return Band.of(math.hypot(difference_log_sigma(parts, other), apart.log_sigma))
+    apart = math.hypot(
+        other_layout * spreads.other_layout.log_sigma, (1.0 - other_layout) * spreads.same_layout.log_sigma
+    )
+    return Band.of(math.hypot(difference_log_sigma(parts, other), apart))
