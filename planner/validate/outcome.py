@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepinfer.cost.model import CostProfile
 from deepinfer.cost.uncertainty import Band
 from deepinfer.errors import DeepinferError
 from planner.validate.bands import entry_band
@@ -39,14 +40,14 @@ class Outcome:
         return None if self.ends is None else self.ends[0] <= self.target.value <= self.ends[1]
 
 
-def validate(targets: list[Target]) -> list[Outcome]:
-    """Every entry predicted, or with a reason."""
-    return [_outcome(target) for target in targets]
+def validate(targets: list[Target], profile: CostProfile | None = None) -> list[Outcome]:
+    """Every entry predicted, or with a reason; with one cost profile for all hardware if it is given."""
+    return [_outcome(target, profile) for target in targets]
 
 
-def _outcome(target: Target) -> Outcome:
+def _outcome(target: Target, profile: CostProfile | None) -> Outcome:
     try:
-        prediction = predict(target)
-        return Outcome(target, prediction, None, entry_band(target, prediction, map_case(target).costs))
+        prediction, costs = predict(target, profile), map_case(target, profile).costs
+        return Outcome(target, prediction, None, entry_band(target, prediction, costs))
     except DeepinferError as error:
         return Outcome(target, None, str(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostProfile
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
@@ -55,20 +56,23 @@ class Prediction:
     steps: WeightedSteps
 
 
-def predict(target: Target) -> Prediction:
-    """The prediction of one entry. Raises a `DeepinferError` with the reason where there is none."""
+def predict(target: Target, profile: CostProfile | None = None) -> Prediction:
+    """The prediction of one entry, with another cost profile than its hardware's if one is given.
+
+    Raises a `DeepinferError` with the reason where there is none.
+    """
     if target.metric == "ratio":
-        return _ratio(target)
-    return _KINDS[target.kind](map_case(target))
+        return _ratio(target, profile)
+    return _KINDS[target.kind](map_case(target, profile))
 
 
-def _ratio(target: Target) -> Prediction:
+def _ratio(target: Target, profile: CostProfile | None) -> Prediction:
     """Throughput with the entry's overlap over the throughput without."""
     if target.kind == "kernel":
         raise UsageError("a ratio of kernels is not defined by the schema")
     rate = target.model_copy(update={"metric": "tokens_per_s_per_gpu"})
     plain = rate.model_copy(update={"layout": target.layout.model_copy(update={"overlap": "none"})})
-    with_overlap, without = predict(rate), predict(plain)
+    with_overlap, without = predict(rate, profile), predict(plain, profile)
     value = with_overlap.value / without.value
     return Prediction(value, value, value, with_overlap.steps)
 
