@@ -68,14 +68,13 @@ def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
     figures = plan.prediction
     assert figures is not None
     costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
-    replicas = deployment.replicas_per_group
+    replicas, decoding = deployment.replicas_per_group, _decoding(plan, deployment)
     totals: dict[tuple[str, str], float] = {}
     for share, shape in mean_steps(plan, deployment):
         for item in critical_path(graph, shape, costs):
             key = (item.operator, item.stream)
             totals[key] = totals.get(key, 0.0) + share * item.seconds
     items = [PathItem(name, stream, seconds) for (name, stream), seconds in totals.items()]
-    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
     requests = "1 request" if decoding < 1.5 else f"{decoding:,.0f} requests"
     prompt = f"{figures.prompt_rows / replicas:,.0f} prompt rows in {figures.prompt_steps:.0%} of the steps"
     text = (
@@ -88,11 +87,17 @@ def mean_steps(plan: Plan, deployment: Deployment) -> list[tuple[float, StepShap
     """Mean steps of the pool that decodes, without and with prompt rows, each with its share of the steps."""
     figures = plan.prediction
     assert figures is not None
-    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
-    decode = Sequences.decoding(max(decoding, 1.0), float(deployment.settings.nextn), figures.mean_context)
+    decoding = max(_decoding(plan, deployment), 1.0)
+    decode = Sequences.decoding(decoding, float(deployment.settings.nextn), figures.mean_context)
     rows = figures.prompt_rows / deployment.replicas_per_group
     kinds = ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, rows))
     return [(share, StepShape(decode, _prompts(plan, figures, rows))) for share, rows in kinds if share]
+
+
+def _decoding(plan: Plan, deployment: Deployment) -> float:
+    """Requests that an attention replica of the pool that decodes decodes, on average."""
+    assert plan.prediction is not None
+    return plan.prediction.running_per_gpu * plan.gpus / deployment.attention_replicas
 
 
 def mean_prefill_step(plan: Plan, deployment: Deployment) -> StepShape:

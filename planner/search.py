@@ -77,7 +77,7 @@ def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = Non
     finalists: list[Finalist] = []
     for number, count in enumerate(ROUNDS):
         chosen = choose_points(problem, screening, finalists, count, spread=0 if number else 2)
-        plans = [make_plan(problem, screening, point) for point in chosen]
+        plans = [make_plan(problem, screening, point, finalists) for point in chosen]
         finalists += _simulate(chosen, plans, jobs, _from(progress, len(finalists), sum(ROUNDS)))
     ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
     result = SearchResult(problem, screening, tuple(ranked))
