@@ -267,7 +267,7 @@ def products(hopper: bool) -> list[Entry]:
 def attentions(hopper: bool) -> list[Entry]:
     """Attention and index scores. SGLang's prefill on Hopper is left out: its times are those of the absorbed form."""
     fixed = (SPARSE["hopper" if hopper else "blackwell"], HBM)
-    prefill = {"context_mla.trtllm" if hopper else "context_mla.": attention_prefill}
+    prefill = "context_mla.trtllm" if hopper else "context_mla."
     scores, sparse = "dsv4_paged_mqa_logits_module.sglang", "dsv4_hca_attn_module."
     softmax = () if hopper else ("exp_share",)
     keys, lists = (() if hopper else (("flops_per_exp", n),) for n in (640.0, 2048.0))  # products of a query and a key
@@ -284,12 +284,15 @@ def attentions(hopper: bool) -> list[Entry]:
             )
             for p, c in decode.items()
         ),
-        Entry(
-            "attention_prefill.bf16",
-            (*ROOFLINE, "rows_half", *softmax),
-            prefill,
-            "BF16 cache, >= 32 heads, >= 64 tokens, rows = keys of one",
-            keys,
+        *(
+            Entry(
+                f"attention_prefill.{p}",
+                (*ROOFLINE, "rows_half", *softmax),
+                {prefill: partial(attention_prefill, c)},
+                f"{p.upper()} cache, >= 32 heads, >= 64 tokens, rows = keys of one",
+                keys,
+            )
+            for p, c in (("bf16", "bfloat16"), ("fp8", "fp8"))
         ),
         Entry(
             "sparse_attention_decode.bf16", COMPUTE[:1], {sparse: sparse_attention_decode}, START, fixed, "published"

@@ -109,12 +109,14 @@ def attention_decode(cache: tuple[str, float], t: Array, name: str) -> Rows:
     return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads, context)
 
 
-def attention_prefill(t: Array, name: str) -> Rows:
+def attention_prefill(cache: str, t: Array, name: str) -> Rows:
     """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once.
+
+    With an FP8 `cache` the products run in FP8, and what is read is quantised on the way.
 
     `rows` counts the keys that a query row sees, on average: short lists are slow, also where few rows see many keys.
     """
-    t = t[(t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
+    t = t[(t["kv_cache_dtype"] == cache) & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
     heads, n, step = 1.0 * t["num_heads"] * t["batch_size"], 1.0 * t["isl"], t["step"]
     per_row = step + (n + 1) / 2
     flops, read = 2 * heads * 320 * n * per_row, heads * 2 * (n * 192 + (n + step) * 320)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment, Sample, resolve
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.summary import Summary, summarize
 from deepinfer.registry import load_backend
@@ -75,9 +75,10 @@ def _part(deployment: Deployment, parts: int) -> Deployment:
     per_group = deployment.replicas_per_group
     fitting = [
         groups
-        for groups in range(1, min(replicas, deployment.replicas) + 1)
+        for groups in range(1, min(replicas, deployment.step_groups) + 1)
         if replicas % groups == 0 and replicas // groups <= per_group
     ]
     groups = max(fitting) if deployment.role == "prefill" else min(fitting)
-    sample = replicas // groups
-    return replace(deployment, replicas=groups, sample=sample if sample < per_group else None, num_gpus=num_gpus)
+    if deployment.replicas % parts == 0 and replicas // groups == per_group:
+        return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
+    return replace(deployment, sample=Sample(groups, replicas // groups), num_gpus=num_gpus)

@@ -97,7 +97,7 @@ def _decode(case: Case) -> Prediction:
     if target.aggregated and target.isl is not None and target.osl is not None:
         steps = _with_prefill(case, quiet, decode, mean_rows)
     step_s = sum(weight * step.seconds for weight, step in steps)
-    per_gpu = requests * case.replicas / case.layout.num_ranks
+    per_gpu = requests * case.replicas * case.stages / target.gpus
     return _in_metric(target.metric, step_s / tau, per_gpu * tau / step_s, steps)
 
 
