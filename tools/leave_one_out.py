@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,20 @@ from deepinfer.cost.model import CostProfile, load_profile
 from planner.validate.outcome import validate
 from planner.validate.targets import Target, load_targets
 
-HEADER = ("left out", "fitted on", "kernels", "by entry", "measurements", "shipped", "left out", "in band")
+PARTS = {
+    "hopper": ("h100", "h200", "h800"),
+    "blackwell": ("b200", "b300", "gb200-nvl72", "gb300-nvl72"),
+}
+HEADER = (
+    "left out",
+    "fitted on",
+    "kernels",
+    "by entry",
+    "measurements",
+    "by the shipped profile",
+    "by this one",
+    "in its band",
+)
 
 
 def fitted_without(root: Path, family: str, left_out: str) -> CostProfile:
@@ -68,23 +82,29 @@ def line(name: str, fitted_on: str, kernels: list[float], targets: list[Target],
     return "| " + " | ".join(cells) + " |"
 
 
+def table(root: Path, targets: list[Target]) -> Iterator[str]:
+    """Markdown, line by line as it is found."""
+    yield "| " + " | ".join(HEADER) + " |"
+    yield "| --- " * len(HEADER) + "|"
+    for family, members in FAMILIES.items():
+        for device in members:
+            profile = fitted_without(root, family, device)
+            kernels = kernel_errors(root, family, device, profile)
+            others = ", ".join(m for m in members if m != device)
+            yield line(device, others, kernels, [t for t in targets if t.hardware == device], profile)
+    for family, parts in PARTS.items():
+        (other,) = PARTS.keys() - {family}
+        yield line(f"all of {family}", other, [], [t for t in targets if t.hardware in parts], load_profile(other))
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Leave each accelerator, and each family, out of the profiles.")
     parser.add_argument("kernels", type=Path, help="folder of measured kernels, one folder per accelerator")
     parser.add_argument("targets", help="JSON list of published measurements")
     arguments = parser.parse_args()
-    targets = load_targets(arguments.targets)
-    print("| " + " | ".join(HEADER) + " |\n" + "| --- " * len(HEADER) + "|")
-    for family, members in FAMILIES.items():
-        for device in members:
-            profile = fitted_without(arguments.kernels, family, device)
-            kernels = kernel_errors(arguments.kernels, family, device, profile)
-            others = ", ".join(m for m in members if m != device)
-            print(line(device, others, kernels, [t for t in targets if t.hardware == device], profile), flush=True)
-    hopper, blackwell = ("h100", "h200", "h800"), ("b200", "b300", "gb200-nvl72", "gb300-nvl72")
-    for name, parts, other in (("hopper", hopper, "blackwell"), ("blackwell", blackwell, "hopper")):
-        print(line(name, other, [], [t for t in targets if t.hardware in parts], load_profile(other)))
+    for text in table(arguments.kernels, load_targets(arguments.targets)):
+        print(text, flush=True)
 
 
 if __name__ == "__main__":
