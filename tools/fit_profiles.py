@@ -200,9 +200,9 @@ NVLINK = ("scale_up_efficiency", 0.6)  # of the fused expert kernel, whose link 
 HIDDEN = ("message_sharpness", 4.0)  # as sharp as the roofline's knee by default
 FP8, FP4 = ("fp8_block",), ("nvfp4",)
 CONTEXT = "wideep_context_moe.sglang-0.5.10"
-MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 0)}
-MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 1)}
-MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 0)}
+MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 96, 0)}
+MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 96, 1)}
+MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 384, 0)}
 
 V1_RDMA = "DeepEP V1 README: low-latency, EP16-EP256 on H800, the only data for scale-out"
 V2_NVLINK = "DeepEP V2 README: EP8 on B200, 8K tokens, 64 and 24 SMs; a rank's copies to itself taken off, "
@@ -254,9 +254,9 @@ def products(hopper: bool) -> list[Entry]:
         ),
         Entry(
             "grouped_gemm.fp4",
-            AROUND,
+            (*AROUND, "read_passes"),
             MOE_FP4,
-            balanced.replace("FP8", "NVFP4"),
+            "balanced, NVFP4 weights, whole and sliced experts, rows as padded to tiles of 128",
             (TILE,),
             max_rows=300,
             fastest=True,

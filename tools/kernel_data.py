@@ -59,7 +59,7 @@ def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
 
 WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125, "nvfp4": 0.5625}
 EXPERT_TILE = 128  # rows of a tile of DeepGEMM's grouped kernels
-CUTLASS_ROWS, LOCAL_EXPERTS = 32, 96  # the most that are read
+CUTLASS_ROWS = 32  # the most that are read
 
 
 def padded_rows(rows: Array) -> Array:
@@ -70,20 +70,21 @@ def padded_rows(rows: Array) -> Array:
     return EXPERT_TILE / 2 / np.maximum(np.ceil(rows / EXPERT_TILE) * EXPERT_TILE / rows - 1, 1e-6)
 
 
-def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
+def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, max_local: int, floor_ms: float, t: Array, name: str) -> Rows:
     """Balanced routed experts of one rank; `num_tokens` counts the tokens of the whole expert group.
 
     Gate and up products pass to the down product through other kernels, in BF16: the activations.
 
     Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
-    read up to EP8. V3's routing picks groups first: below EP8 its balanced rows land on half of the experts, so these
-    are left out. On Hopper, CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a
-    factor of two. `wideep_context_moe` holds 0.3-0.5 ms of launches: read from 1 ms.
+    read up to EP8. V3's routing picks groups first: where kernels route (all but those behind a dispatch) its "balanced"
+    rows land on some of the experts and ranks only, so these are left out. On Hopper, CUTLASS is read up to 32 rows an
+    expert: from there it falls behind DeepGEMM, at 128 by a factor of two. `wideep_context_moe` holds 0.3-0.5 ms of
+    launches: read from 1 ms.
     """
     local, ep = t["num_experts"] / t["moe_ep_size"], t["moe_ep_size"]
     known = np.isin(t["moe_dtype"], dtypes) & np.isin(t["distribution"], ("balanced", "uniform"))
-    known &= (ep <= max_ep) & (t["latency"] > floor_ms) & (local <= LOCAL_EXPERTS)
-    known &= (ep >= 8) | (t["num_experts"] != 256) | (t["hidden_size"] != 7168) | (t["kernel_source"] == "deepepmoe")
+    known &= (ep <= max_ep) & (t["latency"] > floor_ms) & (local <= max_local)
+    known &= (t["num_experts"] != 256) | (t["hidden_size"] != 7168) | (t["kernel_source"] == "deepepmoe")
     few = t["num_tokens"] * t["topk"] / t["num_experts"] <= CUTLASS_ROWS
     slow = (t["kernel_source"] == "moe_torch_flow_cutlass") & (t["moe_dtype"] == "fp8_block")
     t = t[known & (few | ~slow)]
