@@ -7,6 +7,7 @@ import math
 import statistics
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -31,7 +32,13 @@ from deepinfer.graph.ops import Operator, Work
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.plan import Plan
 from deepinfer.model.hf import load_model
+from planner.problem import Question, make_problem
+from planner.refine import choose_points, make_plan, run_finalist
+from planner.screen import PoolChoice
+from planner.search import make_screen
+from planner.uncertainty import bands_json, bands_line, compare, compared_words, output_band, plan_parts
 from planner.validate.outcome import Outcome, validate
 from planner.validate.statistics import GroupStats, group_stats
 from planner.validate.targets import load_targets
@@ -156,6 +163,55 @@ def test_predictions_do_not_quietly_get_worse() -> None:
 
 def _at_most(group: GroupStats, most: float) -> bool:
     return group.median_absolute is not None and group.median_absolute <= most
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def finalists() -> tuple[Plan, ...]:
+    """Two simulated plans: V3 on 16 H200 in one pool, and in two."""
+    found = []
+    for pools in ("mixed", "split"):
+        asked = make_problem(Question(16, "deepseek-v3", "h200", 1000, 200, pools=cast("PoolChoice", pools)))
+        screening = make_screen(asked).run()
+        (point,) = choose_points(asked, screening, [], 1, spread=0)
+        found.append(run_finalist(point, make_plan(asked, screening, point)).plan)
+    return tuple(found)
+
+
+def test_output_weighs_pools_by_the_time_that_a_request_spends_in_them() -> None:
+    mixed, split = (plan_parts(plan) for plan in finalists())
+    assert mixed.request == mixed.token
+    assert sum(p.share for p in split.request.values()) == pytest.approx(1.0)
+    figures = finalists()[1].prediction
+    assert figures is not None
+    share = figures.ttft_s.mean / figures.e2e_s.mean
+    assert split.prefill_share == pytest.approx(share)
+    name = "hopper attention_prefill.bf16"  # a pool that decodes has none
+    assert 0 < split.request[name].share < share
+    assert name not in split.token
+
+
+def test_a_plan_is_not_told_apart_from_itself_and_is_from_one_of_half_its_output() -> None:
+    mixed, split = finalists()
+    assert not compare(mixed, mixed, 1.0).told_apart
+    assert compare(mixed, mixed, 0.5).told_apart
+    assert compare(split, mixed, 0.5).told_apart
+    assert compare(split, mixed, 1.0).band.high > compare(mixed, mixed, 1.0).band.high
+    # What two plans share cancels: their ratio is known better than as if each were off on its own.
+    apart = math.hypot(math.log(output_band(mixed).high), math.log(output_band(split).high))
+    assert math.log(compare(split, mixed, 1.0).band.high) < apart
+
+
+def test_bands_enclose_the_figures_they_belong_to() -> None:
+    plan = finalists()[0]
+    assert plan.prediction is not None
+    low, high = bands_json(plan)["output_tokens_per_s_per_gpu"]
+    assert low < plan.prediction.output_tokens_per_s_per_gpu < high
+    assert str(output_band(plan)) in bands_line(plan)
+    assert "within the error" in compared_words(compare(plan, plan, 0.99))
+    assert "more than the error" in compared_words(compare(plan, plan, 0.5))
 
 
 # --- fitted numbers ---------------------------------------------------------------------------------------------------
