@@ -214,9 +214,12 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
 def _print_result(result: Any, top: int, as_json: bool) -> None:
     from planner.describe import describe_pools
     from planner.report import finalists_table, pareto_set, why_lines
+    from planner.uncertainty import bands_line
 
     if as_json:
-        finalists = [f.plan.model_dump(mode="json") | {"failure": f.failure} for f in result.finalists[:top]]
+        finalists = [
+            f.plan.model_dump(mode="json") | {"failure": f.failure, "bands": _bands(f)} for f in result.finalists[:top]
+        ]
         refused = dict(result.screening.refusals.counts)
         found = {
             "plan": result.plan.model_dump(mode="json"),
@@ -239,11 +242,18 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     console.print(finalists_table(result, top))
     console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
     console.print(f"[bold]why[/]: {why_lines(result)}", soft_wrap=True)
+    console.print(f"[bold]bands[/]: {bands_line(result.plan)}", soft_wrap=True)
     tau = result.winner.summary.tau
     console.print(
         f"[bold]assumes[/]: {tau:.2f} tokens kept per step ({result.problem.acceptance.source}); figures are simulated",
         soft_wrap=True,
     )
+
+
+def _bands(finalist: Any) -> dict[str, list[float]] | None:
+    from planner.uncertainty import bands_json
+
+    return None if finalist.failure else bands_json(finalist.plan)
 
 
 def _check_writable(folder: Path) -> None:

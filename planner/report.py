@@ -30,6 +30,14 @@ from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
 from planner.screen import Candidate, Points, pareto
 from planner.search import SearchResult
+from planner.uncertainty import (
+    ACCEPTANCE_LINE,
+    bands_line,
+    compare,
+    compared_words,
+    output_band,
+    tpot_band,
+)
 
 
 def finalists_table(result: SearchResult, top: int) -> Table:
@@ -116,8 +124,13 @@ def why_lines(result: SearchResult) -> str:
     others = [f for f in result.finalists[1:] if result.feasible(f)]
     rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
     for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(result.worth(rival))}.")
+        distance = f"{_compared(result.worth(rival))}, {_significance(result, rival)}"
+        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {distance}.")
     return " ".join(lines)
+
+
+def _significance(result: SearchResult, rival: Finalist) -> str:
+    return compared_words(compare(rival.plan, result.plan, result.worth(rival)))
 
 
 def _layout(finalist: Finalist) -> object:
@@ -167,6 +180,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
         f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
         f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
         f"graph padded to {settings.graph_rows} rows.",
+        f"Uncertainty: {bands_line(result.plan)}. {ACCEPTANCE_LINE}",
         "No weights of this model have been run by this project: figures are simulated, not measured.",
     ]
 
@@ -176,13 +190,20 @@ def _markdown_finalists(result: SearchResult) -> str:
     header = (
         "", "engines", "requests/GPU", "prompt rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
         f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
+        "80% band of output", "of TPOT",
     )  # fmt: skip
     points = result.screening.points
     rows = [
-        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}")
+        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}", *_bands(f))
         for rank, f in enumerate(result.finalists, start=1)
     ]
     return _markdown_table(header, rows)
+
+
+def _bands(finalist: Finalist) -> tuple[str, str]:
+    if finalist.failure:
+        return "-", "-"
+    return str(output_band(finalist.plan)), str(tpot_band(finalist.plan))
 
 
 def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
