@@ -18,7 +18,7 @@ from planner.describe import engines
 from planner.problem import Problem
 from planner.refine import Finalist, corrections
 from planner.screen import Points
-from planner.search import SearchResult, make_screen
+from planner.pipeline import SearchResult, make_screen
 from planner.space import EngineKind
 from planner.steady import UTILIZATION
 

@@ -11,7 +11,7 @@ import numpy as np
 from deepinfer.cost.compose import PathItem
 from planner.refine import Finalist
 from planner.screen import pareto
-from planner.search import SearchResult
+from planner.pipeline import SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,7 @@ from planner.describe import (
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
 from planner.screen import Candidate, Points, pareto
-from planner.search import SearchResult
+from planner.pipeline import SearchResult
 
 
 def finalists_table(result: SearchResult, top: int) -> Table:

@@ -18,7 +18,7 @@ from planner.plots import new_figure, plot_pareto, to_png
 from planner.problem import Problem, Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
 from planner.screen import Points, Screen, Screening, pareto
-from planner.search import SearchResult, run_search
+from planner.pipeline import SearchResult, run_search
 from planner.space import SearchSpace
 
 

@@ -17,6 +17,7 @@ from deepinfer.layout.plan import Plan
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
+from planner.executor import LOCAL, connected
 from planner.problem import Problem
 from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
 from planner.screen import Screen, Screening
@@ -66,11 +67,19 @@ class SearchResult:
         return finalist.summary.output_tokens_per_s_per_gpu / self.winner.summary.output_tokens_per_s_per_gpu
 
 
-def run_search(problem: Problem, jobs: int = -1, progress: Progress | None = None) -> SearchResult:
-    """Search a problem's space; finalists run in `jobs` processes (-1: one per core).
+def run_search(
+    problem: Problem, jobs: int = -1, progress: Progress | None = None, executor: str = LOCAL
+) -> SearchResult:
+    """Search a problem's space; finalists run in `jobs` processes (-1: one per core) of the executor.
 
-    Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the limits.
+    The result does not depend on where they run. Raises InfeasibleError, with the nearest feasible change, when no plan
+    fits or none keeps the limits, and UsageError for an executor that cannot be reached.
     """
+    with connected(executor):
+        return _search(problem, jobs, progress)
+
+
+def _search(problem: Problem, jobs: int, progress: Progress | None) -> SearchResult:
     screening = make_screen(problem).run()
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
