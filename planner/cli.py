@@ -55,15 +55,13 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
     top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
     jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
-    executor: Annotated[
-        str, typer.Option(help="Where they run: local, ray[:ADDRESS] or dask[:ADDRESS].")
-    ] = "local",
+    executor: Annotated[str, typer.Option(help="Where they run: local, ray[:ADDRESS] or dask[:ADDRESS].")] = "local",
     seed: Annotated[int, typer.Option(help="Seed of workload and acceptances.", min=0)] = 0,
 ) -> None:
     """Find the best layout and settings for a workload."""
     from deepinfer.layout.plan import Slo
-    from planner.problem import Question, make_problem
     from planner.pipeline import run_search
+    from planner.problem import Question, make_problem
 
     if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
         raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")

@@ -1,4 +1,4 @@
-"""Where the simulations of a search run: processes of this machine, or a Ray or Dask cluster behind the same joblib call.
+"""Where the simulations of a search run: processes of this machine, Ray or Dask, all behind the same joblib call.
 
 An executor is written `local`, `ray`, `dask`, or with a cluster's address `ray:ADDRESS` or `dask:ADDRESS`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,8 +16,15 @@ from deepinfer.errors import UsageError
 LOCAL = "local"
 
 
-def connected(executor: str) -> AbstractContextManager[None]:
-    """While it lasts, joblib's calls run on the executor; what it started is stopped at its end.
+Work = Iterable[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+"""Calls made by `joblib.delayed`."""
+Run = Callable[[Work], Iterable[Any]]
+"""Makes calls somewhere and returns their results, in the order of the calls wherever each one ran."""
+
+
+@contextlib.contextmanager
+def connected(executor: str, jobs: int) -> Iterator[Run]:
+    """What runs calls on an executor, `jobs` at a time (-1: one per core of it); whatever it started ends with it.
 
     Without an address a cluster that this process is connected to is used, else one is started on this machine. Ray
     also finds one that runs on this machine. Raises UsageError for an unknown executor, one whose package is not
@@ -25,18 +32,21 @@ def connected(executor: str) -> AbstractContextManager[None]:
     """
     name, _, address = executor.partition(":")
     if name == LOCAL and not address:
-        return contextlib.nullcontext()
+        yield lambda work: _parallel(jobs, "generator")(work)
+        return
     if name not in _CONNECT:
         raise UsageError(f"unknown executor {executor!r}: known are {LOCAL}, ray[:ADDRESS], dask[:ADDRESS]")
-    return _on_cluster(name, address)
-
-
-@contextlib.contextmanager
-def _on_cluster(name: str, address: str) -> Iterator[None]:
     from joblib import parallel_config
 
     with _CONNECT[name](address), parallel_config(backend=name):
-        yield
+        # Ray's backend has no generators: its results come a round at a time.
+        yield lambda work: _parallel(jobs, "list" if name == "ray" else "generator")(work)
+
+
+def _parallel(jobs: int, return_as: str) -> Any:
+    from joblib import Parallel  # heavy to import: only a search needs it
+
+    return Parallel(n_jobs=jobs, return_as=return_as, pre_dispatch="all")
 
 
 @contextlib.contextmanager
@@ -58,15 +68,22 @@ def _ray(address: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _dask(address: str) -> Iterator[None]:
     distributed = _package("distributed", "dask")
-    if not address:
-        with contextlib.suppress(ValueError):  # nobody has connected yet
-            distributed.get_client()
-            yield
-            return
+    if not address and _has_client(distributed):
+        yield
+        return
     with _reaching("dask", address):
         client = distributed.Client(address or None, **({} if address else {"dashboard_address": None}))
     with client:
         yield
+
+
+def _has_client(distributed: Any) -> bool:
+    """Whether this process is connected to a Dask cluster."""
+    try:
+        distributed.get_client()
+    except ValueError:
+        return False
+    return True
 
 
 _CONNECT: dict[str, Callable[[str], AbstractContextManager[None]]] = {"ray": _ray, "dask": _dask}

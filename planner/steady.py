@@ -272,12 +272,21 @@ class SteadyState:
 
     def _seconds(self, graph: ExecutionGraph, shape: StepShape, requests: Floats, captured: bool) -> Floats:
         """Seconds from step to step: the longer of what the device and what the host need."""
-        host = self.host
-        device_s = np.asarray(step_cost(graph, shape, self._costs).seconds) + host.step_gap_s.value
-        host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
-            host.schedule_s_per_request.value + host.deliver_s_per_request.value
-        )
-        return np.maximum(device_s, host_s)
+        return step_seconds(graph, shape, self._costs, self.host, requests, captured)
+
+
+def step_seconds(
+    graph: ExecutionGraph, shape: StepShape, costs: CostModel, host: HostProfile, requests: Floats, captured: bool
+) -> Floats:
+    """Seconds from step to step: the longer of what the device and what the host need.
+
+    `requests` are those of an attention replica; steps that are not `captured` launch every kernel.
+    """
+    device_s = np.asarray(step_cost(graph, shape, costs).seconds) + host.step_gap_s.value
+    host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
+        host.schedule_s_per_request.value + host.deliver_s_per_request.value
+    )
+    return np.maximum(device_s, host_s)
 
 
 def prefill_requests(rows: Ints, load: Load) -> Ints:

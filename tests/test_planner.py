@@ -14,11 +14,11 @@ from deepinfer.hardware.host import load_host
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.plan import Slo
 from deepinfer.layout.settings import EngineSettings
+from planner.pipeline import SearchResult, run_search
 from planner.plots import new_figure, plot_pareto, to_png
 from planner.problem import Problem, Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
 from planner.screen import Points, Screen, Screening, pareto
-from planner.pipeline import SearchResult, run_search
 from planner.space import SearchSpace
 
 
