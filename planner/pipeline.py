@@ -154,6 +154,7 @@ def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> S
         pools=problem.pools,
         prefill_space=replace(space, cluster=apart) if apart else None,
         only=only,
+        sizing=problem.objective == "gpus",
     )
 
 

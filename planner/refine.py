@@ -74,7 +74,7 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     plan = Plan(
         model=problem.model_name,
         hardware=problem.hardware_name,
-        gpus=problem.num_gpus,
+        gpus=candidate.gpus if problem.objective == "gpus" else problem.num_gpus,
         pools=pools,
         workload=problem.workload(ClosedLoop(concurrency=1), 1),
         acceptance=problem.acceptance,

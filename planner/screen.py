@@ -16,6 +16,7 @@ from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import PoolRole, Slo
 from deepinfer.scheduler.speculation import Acceptance
 from planner.space import EngineKind, Refusals, SearchSpace
+from planner.splits import best_split, fewest_engines
 from planner.steady import UTILIZATION, EnginePoints, Floats, Ints, Load, SteadyState, concatenate
 
 CLOSER_LOOKS = 6
@@ -101,7 +102,8 @@ class Screen:
     """Evaluates a search space for one workload and acceptance.
 
     With a `prefill_space` prompts are prefilled there and decoded in `space`; otherwise pools share one cluster. With
-    `only` no other kinds of engines are evaluated than these, each on the whole grid.
+    `only` no other kinds of engines are evaluated than these, each on the whole grid. With `sizing` the spaces limit
+    single engines only, and plans have the fewest of them that serve the load's rate.
     """
 
     def __init__(
@@ -115,8 +117,10 @@ class Screen:
         pools: PoolChoice = "any",
         prefill_space: SearchSpace | None = None,
         only: Sequence[EngineKind] | None = None,
+        sizing: bool = False,
     ) -> None:
-        self.only = only
+        self.only, self.sizing = only, sizing
+        self._rate = load.rate or 0.0
         self.space, self.load, self.slo = space, load, slo
         self.prefill_space = prefill_space
         self.pools: PoolChoice = "split" if prefill_space else pools
@@ -184,22 +188,27 @@ class Screen:
         return best * (gpus // kind.layout.num_ranks) / gpus
 
     def _mixed(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
-        """Plans of one pool: as many engines as the cluster holds."""
+        """Plans of one pool: as many engines as the cluster holds, or as the load needs."""
         kinds, found = self._explored(self._serving, "mixed", nextns)
         parts: list[Points] = []
-        first = len(candidates)
-        for kind in kinds:
-            replicas = self.space.gpus // kind.layout.num_ranks
-            candidates.append(Candidate(kind, replicas, self._family(kind)))
         for engines in found:
-            candidate = candidates[first + int(engines.kind[0])]
-            layout = candidate.kind.layout
-            capacity = engines.capacity_rps * candidate.replicas
-            replicas = candidate.replicas * (layout.num_ranks // layout.replica_ranks)
-            users = engines.max_num_seqs.astype(np.float64) * replicas
-            points = self._points(engines, rate=capacity, capacity=capacity, users=users)
-            kept = self._kept(replace(points, candidate=first + points.candidate), str(candidate.kind))
+            kind = kinds[int(engines.kind[0])]
+            replicas = np.full(len(engines), self.space.gpus // kind.layout.num_ranks)
+            if self.sizing:
+                (replicas,) = fewest_engines(self._rate, engines.capacity_rps)
+            counts, index = np.unique(replicas, return_inverse=True)
+            capacity = engines.capacity_rps * replicas
+            per_engine = kind.layout.num_ranks // kind.layout.replica_ranks
+            points = self._points(
+                engines,
+                rate=np.full(len(engines), self._rate) if self.sizing else capacity,
+                capacity=capacity,
+                gpus=replicas * kind.layout.num_ranks,
+                users=None if self.sizing else engines.max_num_seqs * replicas * float(per_engine),
+            )
+            kept = self._kept(replace(points, candidate=len(candidates) + index.reshape(-1)), str(kind))
             parts += [] if kept is None else [kept]
+            candidates += [Candidate(kind, count, self._family(kind)) for count in counts.tolist()]
         return parts
 
     def _split(self, nextns: list[int], candidates: list[Candidate]) -> list[Points]:
@@ -238,31 +247,33 @@ class Screen:
         givers: Sequence[EngineKind],
         takers: Sequence[EngineKind],
     ) -> tuple[Ints, Points] | None:
-        """One prefill engine beside every decode engine, at the split that serves most; and the four counts of each."""
+        """One prefill engine beside every decode engine, at the split that serves most; and the four counts of each.
+
+        When the size of the cluster is asked for, the fewest engines that serve the load.
+        """
         giver = givers[senders.kind[sender]]
         size = np.asarray([kind.layout.num_ranks for kind in takers])[receivers.kind]
-        most = self._prefilling.space.gpus // giver.layout.num_ranks
-        num_giving = np.arange(1, most + 1)[None, :]
-        if self.prefill_space is None:
-            num_taking = (self.space.gpus - num_giving * giver.layout.num_ranks) // size[:, None]
+        can_give, can_take = float(senders.capacity_rps[sender]), receivers.capacity_rps
+        if self.sizing:
+            giving, taking = fewest_engines(self._rate, np.full(len(size), can_give), can_take)
+            rate = np.full(len(size), self._rate)
+            self._num_screened += len(size)
         else:
-            num_taking = np.broadcast_to(self.space.gpus // size[:, None], (len(size), most))
-        can_give = UTILIZATION * senders.capacity_rps[sender] * num_giving
-        rates = np.minimum(can_give, receivers.capacity_rps[:, None] * num_taking)
-        self._num_screened += rates.size
+            here, there = self.space.gpus, self.prefill_space
+            gpus = here if there is None else (there.gpus, here)
+            giving, taking, rate, compared = best_split(can_give, giver.layout.num_ranks, can_take, size, gpus)
+            self._num_screened += compared
         same_kv = np.asarray([kind.kv_format == giver.kv_format for kind in takers])[receivers.kind]
-        rates = np.where(same_kv[:, None], rates, 0.0)
-        best = rates.argmax(axis=1)
-        rows = np.flatnonzero(rates.max(axis=1, initial=0.0) > 0)
+        rows = np.flatnonzero((rate > 0) & same_kv)
         if not len(rows):
             return None
-        engines, best = receivers.take(rows), best[rows]
-        rate, giving, taking = rates[rows, best], num_giving[0, best], num_taking[rows, best]
+        engines, giving, taking, rate = receivers.take(rows), giving[rows], taking[rows], rate[rows]
         waits = senders.ttft_s[sender] + self._transfer_seconds(giver, engines, takers) + engines.ttft_s
         points = self._points(
             replace(engines, ttft_s=waits),
             rate=rate,
-            capacity=np.minimum(can_give[0, best] / UTILIZATION, engines.capacity_rps * taking),
+            capacity=np.minimum(can_give * giving, engines.capacity_rps * taking),
+            gpus=giving * giver.layout.num_ranks + taking * size[rows],
             prefill_rows=int(senders.chunk_rows[sender]),
         )
         return np.stack([np.full(len(rows), senders.kind[sender]), engines.kind, giving, taking], axis=1), points
@@ -278,9 +289,19 @@ class Screen:
         return np.asarray([seconds[key] for key in zip(engines.kind.tolist(), engines.nextn.tolist(), strict=True)])
 
     def _points(
-        self, engines: EnginePoints, rate: Floats, capacity: Floats, users: Floats | None = None, prefill_rows: int = 0
+        self,
+        engines: EnginePoints,
+        rate: Floats,
+        capacity: Floats,
+        gpus: Ints,
+        users: Floats | None = None,
+        prefill_rows: int = 0,
     ) -> Points:
-        """Engines as plans that serve `rate` requests/s; users follow by Little's law if not given."""
+        """Engines as plans that serve `rate` requests/s on `gpus` accelerators.
+
+        Users follow by Little's law if not given. A cluster of a given size is paid for whether a plan uses it or not.
+        """
+        paid = gpus if self.sizing else self.num_gpus
         return Points(
             candidate=engines.kind,
             max_num_seqs=engines.max_num_seqs,
@@ -291,14 +312,16 @@ class Screen:
             step_s=engines.step_s,
             tpot_s=engines.tpot_s,
             ttft_s=engines.ttft_s,
-            output_per_gpu=rate * self.load.osl / self.num_gpus,
+            output_per_gpu=rate * self.load.osl / paid,
             capacity_rps=capacity,
         )
 
     def _kept(self, points: Points, example: str) -> Points | None:
         """Points to rank; under a rate those that can serve it, as they run then."""
         self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps.max(initial=0.0)))
-        return points if self.load.rate is None else self._at_rate(points, example)
+        if self.load.rate is None or self.sizing:
+            return points
+        return self._at_rate(points, example)
 
     def _at_rate(self, points: Points, example: str) -> Points | None:
         """Points as they run under the given rate, one for each candidate and chunk and draft length.

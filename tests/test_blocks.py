@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
     def publish(self, data: st.DataObject, chain: int) -> None:
         """Publish an owner's table as the beginning of a chain, as a prompt would be."""
         for i, block in enumerate(data.draw(st.sampled_from(self.owners))):
-            self.pool.publish(block, 10 * chain + i)
+            self.pool.publish([block], [10 * chain + i])
             if block not in self.hash_of and self.published(10 * chain + i) is None:
                 self.hash_of[block] = 10 * chain + i
 
@@ -104,8 +104,7 @@ def test_a_prefix_is_evicted_from_its_end() -> None:
     """A chain of four loses its last block first, so that what is left can still be found."""
     pool = BlockPool(4)
     blocks = pool.allocate(4)
-    for block, block_hash in zip(blocks, (7, 8, 9, 10), strict=True):
-        pool.publish(block, block_hash)
+    pool.publish(blocks, (7, 8, 9, 10))
     pool.release(blocks)
     left = []
     for _ in range(4):
@@ -118,8 +117,8 @@ def test_use_makes_a_prefix_young_again() -> None:
     """Released first but used since: the other chain goes first."""
     pool = BlockPool(2)
     (first,), (second,) = pool.allocate(1), pool.allocate(1)
-    pool.publish(first, 1)
-    pool.publish(second, 2)
+    pool.publish([first], [1])
+    pool.publish([second], [2])
     pool.release([first])
     pool.release([second])
     pool.acquire(pool.match((1,)))

@@ -21,11 +21,10 @@ from deepinfer.engine.shape import ReplicaLoad, step_shape
 from deepinfer.errors import InfeasibleError
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
-from deepinfer.metrics.record import RunRecord
+from deepinfer.metrics.record import RunRecord, SubmittedStep
 from deepinfer.metrics.summary import Percentiles, Summary, summarize
 from deepinfer.metrics.timeline import Span, to_chrome_trace
 from deepinfer.scheduler.speculation import Acceptance
-from deepinfer.scheduler.step import DecodeBatch, PrefillChunk, StepPlan
 from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import FixedLength, PoissonArrivals, Workload
 
@@ -74,9 +73,9 @@ class Diary:
                 if len(self.tokens[i]) == wanted[i]:
                     self.finish[i] = self.record.finish_s[i] = now + 0.01
             self.steps.append(step)
-            decode = DecodeBatch(np.arange(len(contexts)), np.array(contexts, dtype=np.int64), step.drafts)
-            plan = StepPlan(0, (PrefillChunk(0, 0, step.prompt_rows, step.prompt_rows, False),), decode)
-            self.record.steps.append(step.end_s, step.seconds, [plan], sum(contexts), step.kept)
+            rows, contexts_sum = len(contexts) * (step.drafts + 1), sum(contexts)
+            submitted = SubmittedStep(seconds, now, len(contexts), rows, step.prompt_rows, contexts_sum)
+            self.record.steps.append(step.end_s, submitted, step.kept)
 
     def _deliver(self, now: float, ids: list[int], counts: list[int]) -> None:
         counts = [1 if not self.tokens[i] else n for i, n in zip(ids, counts, strict=True)]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backends.sim import SimBackend
-from deepinfer.cost.compose import StepCosts, finish_times, makespan, operator_seconds, step_cost
+from deepinfer.cost.compose import finish_times, makespan, operator_seconds
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
 from deepinfer.graph.shape import Sequences, StepShape
@@ -141,17 +141,16 @@ counts = st.integers(0, 60).map(float)
         max_size=5,
     ),
 )
-def test_remembered_operator_costs_are_the_closed_form(
+def test_runs_of_operators_have_the_makespan_of_the_operators(
     model: str, shapes: list[tuple[float, int, float, int, int]]
 ) -> None:
-    """Operators are costed once per key; runs of operators have the makespan of the operators."""
+    """Operators that only follow one another are taken together."""
     workload = Workload(
         isl=LognormalLength(mean=300, sigma=0.1), osl=LognormalLength(mean=9, sigma=0.1),
         arrivals=PoissonArrivals(rate=1), num_requests=1,
     )  # fmt: skip
     deployment = deployment_of(model, LayoutSpec(dp=2, cp=4, ep=8), 1, workload, nextn=2)
     graph, costs = deployment.graph(), CostModel(deployment.cluster.accelerator)
-    remembered = StepCosts(graph, costs)
     for decodes, context, prompts, rows, start in shapes:
         shape = StepShape(
             Sequences.decoding(decodes, 2.0, float(context)),
@@ -161,4 +160,3 @@ def test_remembered_operator_costs_are_the_closed_form(
         )
         seconds, _ = operator_seconds(graph, shape, costs)
         assert np.isclose(float(makespan(graph, seconds)), max(finish_times(graph, seconds)), rtol=1e-9)
-        assert np.isclose(remembered.seconds(shape), float(step_cost(graph, shape, costs).seconds), rtol=1e-9)

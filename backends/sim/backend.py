@@ -10,7 +10,8 @@ import simpy
 
 from backends.sim.group import StepGroup
 from backends.sim.handover import FromHandOver, HandOver
-from backends.sim.pool import SimPool, ToUsers
+from backends.sim.outlet import ToUsers
+from backends.sim.pool import SimPool
 from backends.sim.timeline import simulate_step
 from backends.sim.verifier import Verifier
 from deepinfer.cost.model import CostModel

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import simpy
 
-from backends.sim.pool import Place, SimPool, ToUsers
+from backends.sim.outlet import Place, ToUsers
+from backends.sim.pool import SimPool
 from deepinfer.engine.transfer import KVTransfer
-from deepinfer.metrics.record import Floats, RunRecord, TransferRecord
+from deepinfer.metrics.record import EvenDelivery, Floats, RunRecord, TransferRecord
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.step import Ints
 
@@ -46,11 +47,15 @@ class HandOver:
         """Requests whose KV the decode pool has not read."""
         return len(self._requests)
 
-    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float, others: EvenDelivery | None = None) -> None:
         """A prompt's token reaches its user with the decode pool's answer, except when it is the only one."""
 
-    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
+    def deliver_evenly(self, num_requests: int, tokens: Ints, times: Floats, before_s: float) -> None:
         """A pool without decoding requests has no stretches."""
+        raise AssertionError("a prefill pool does not decode")
+
+    def note_later(self, request_ids: Ints, tokens: Ints, last_s: float) -> None:
+        """As `deliver_evenly`."""
         raise AssertionError("a prefill pool does not decode")
 
     def finish(self, request_id: int, now: float) -> None:

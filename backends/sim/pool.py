@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import simpy
 
-from backends.sim.group import Outlet, StepGroup
+from backends.sim.group import StepGroup
+from backends.sim.outlet import Outlet, Place
 from backends.sim.steptime import StepTimer
 from backends.sim.verifier import Verifier
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.router import make_router
-from deepinfer.metrics.record import Floats, RunRecord, StepColumns
+from deepinfer.metrics.record import StepColumns
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.step import Ints
-
-Place = tuple[StepGroup, int]
-"""An attention replica: its step group and its number there."""
 
 
 class SimReplica:
@@ -70,27 +65,3 @@ class SimPool:
         """Nothing will follow."""
         for group in self.groups:
             group.close()
-
-
-class ToUsers:
-    """Outlet of a pool that decodes: tokens go to the users, whose times the record keeps."""
-
-    def __init__(self, record: RunRecord, on_finish: Callable[[], None]) -> None:
-        self._record, self._on_finish = record, on_finish
-
-    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
-        """Note that requests got new tokens."""
-        self._record.deliver(request_ids, tokens, now)
-
-    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
-        """Note that the same requests got tokens at each of `times`."""
-        self._record.deliver_stretch(request_ids, tokens, times)
-
-    def finish(self, request_id: int, now: float) -> None:
-        """Note that a request is complete."""
-        self._record.finish_s[request_id] = now
-        self._on_finish()
-
-    def fetch(self, place: Place, request_id: int) -> None:
-        """A pool that nothing is transferred to fetches nothing."""
-        raise AssertionError(f"request {request_id} was not prefilled elsewhere")

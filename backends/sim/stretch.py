@@ -1,26 +1,19 @@
-"""A stretch of equal decisions, worked out at once: the same times that step by step would give.
+"""A stretch of steps in which every replica rests, worked out at once: the same times that step by step would give.
 
 One cycle of the engine loop is: poll for requests, submit a step, collect the oldest one in flight, deliver its tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from backends.sim.steptime import StepTimer
-from backends.sim.verifier import Verifier
-from deepinfer.engine.core import Advance
-from deepinfer.engine.shape import ReplicaLoad
 from deepinfer.metrics.record import SubmittedStep
-from deepinfer.scheduler.step import DecodeBatch, Ints
+from deepinfer.scheduler.step import Ints
 
 Floats = npt.NDArray[np.float64]
-
-MOST_STEPS = 512
-"""Steps worked out at once; a longer stretch is several."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +30,16 @@ class StretchClock:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Cycles done, one entry each: the step submitted; the step collected, and when; the poll that follows its
-    delivery; and the tokens kept (a column per request).
+    """Cycles done, one entry each: seconds, end and cached tokens of the step submitted; when one was collected; the
+    poll that follows its delivery. The steps collected are the `oldest`, if there is one, and then the submitted ones.
     """
 
-    submitted: list[SubmittedStep]
-    collected: list[SubmittedStep]
+    oldest: SubmittedStep | None
+    seconds: Floats
+    ends_s: Floats
+    contexts: Ints
     collected_s: Floats
     polls_s: Floats
-    kept: Ints
 
     @property
     def num_steps(self) -> int:
@@ -54,79 +48,67 @@ class Stretch:
 
     def cut(self, now_s: float) -> Stretch:
         """What was collected and delivered by then; the last collected step may not be delivered yet."""
-        collected, delivered = (int(np.searchsorted(x, now_s, side="right")) for x in (self.collected_s, self.polls_s))
+        collected, delivered = (int(x.searchsorted(now_s, side="right")) for x in (self.collected_s, self.polls_s))
         return self._first(delivered, collected)
 
     def until(self, arrival_s: float) -> Stretch:
         """The stretch up to the first poll at which a request that arrives then is seen."""
-        n = min(int(np.searchsorted(self.polls_s, arrival_s)) + 1, self.num_steps)
+        n = min(int(self.polls_s.searchsorted(arrival_s)) + 1, self.num_steps)
         return self._first(n, n)
 
+    def collected(self) -> tuple[Floats, Ints]:
+        """Seconds and cached tokens of the collected steps."""
+        n = len(self.collected_s)
+        if self.oldest is None:
+            return self.seconds[:n], self.contexts[:n]
+        seconds = np.concatenate(([self.oldest.seconds], self.seconds))[:n]
+        return seconds, np.concatenate(([self.oldest.context_tokens], self.contexts))[:n]
+
     def _first(self, cycles: int, collected: int) -> Stretch:
-        return Stretch(
-            self.submitted[:cycles],
-            self.collected[:collected],
-            self.collected_s[:collected],
-            self.polls_s[:cycles],
-            self.kept,
-        )
+        return replace(self, collected_s=self.collected_s[:collected], polls_s=self.polls_s[:cycles])
 
 
-def plan_stretch(wish: Advance, clock: StretchClock, timer: StepTimer, verifier: Verifier) -> Stretch | None:
-    """The longest stretch in which nobody ends; None when it has less than two steps."""
-    batches = [batch for batch in wish.batches if batch is not None]
-    everyone = np.concatenate([batch.request_ids for batch in batches])
-    # One token short of the end, and one for the step in flight: then the scheduler has to look.
-    room = np.concatenate([room for room in wish.rooms if room is not None]) - 2
-    kept = _kept_until(verifier, everyone, room, min(wish.most, MOST_STEPS))
-    if len(kept) < 2:
+def plan_stretch(clock: StretchClock, seconds: Floats, contexts: Ints) -> Stretch:
+    """The engine loop's cycles with given device seconds and cached tokens of the submitted steps."""
+    oldest = clock.oldest
+    times = _device_bound(clock, seconds) if oldest is not None else _synchronous(clock, seconds)
+    ends_s, collected_s = _walk(clock, seconds) if times is None else times
+    return Stretch(oldest, seconds, ends_s, contexts, collected_s, collected_s + clock.deliver_s)
+
+
+def _first_end(clock: StretchClock, seconds: Floats) -> float:
+    return max(clock.now_s + clock.submit_s, clock.device_free_s + clock.gap_s) + float(seconds[0])
+
+
+def _synchronous(clock: StretchClock, seconds: Floats) -> tuple[Floats, Floats]:
+    """When steps end, which is when they are collected: host and device take turns."""
+    period = seconds + max(clock.deliver_s + clock.submit_s, clock.gap_s)
+    ends_s = _first_end(clock, seconds) + np.concatenate(([0.0], period[1:].cumsum()))
+    return ends_s, ends_s
+
+
+def _device_bound(clock: StretchClock, seconds: Floats) -> tuple[Floats, Floats] | None:
+    """When steps end and are collected if the device never waits for the host; None if it does."""
+    assert clock.oldest is not None
+    host_s = clock.deliver_s + clock.submit_s
+    first_s, collected_s = _first_end(clock, seconds), max(clock.now_s + clock.submit_s, clock.oldest.end_s)
+    if collected_s + host_s > first_s or float(seconds.min()) + clock.gap_s < host_s:
         return None
-    before = np.cumsum(kept, axis=0) - kept
-    seconds = timer.decode_seconds(_loads(batches), len(wish.batches), _mean_growth(batches, before))
-    contexts = sum(int(batch.contexts.sum()) for batch in batches) + before.sum(axis=1)
-    return _cycles(clock, seconds, kept, contexts)
+    ends_s = first_s + np.concatenate(([0.0], (seconds[1:] + clock.gap_s).cumsum()))
+    return ends_s, np.concatenate(([collected_s], ends_s[:-1]))
 
 
-def _kept_until(verifier: Verifier, everyone: Ints, room: Ints, most: int) -> Ints:
-    """Tokens kept in the rounds before the first one that leaves somebody without room."""
-    least = int(room.min())
-    if least < 1:
-        return np.zeros((0, len(everyone)), dtype=np.int64)
-    kept = verifier.peek(everyone, min(most, least))
-    within = (np.cumsum(kept, axis=0) <= room).all(axis=1)
-    return kept[: int(within.sum())]  # sums grow, so what is within comes first
-
-
-def _loads(batches: list[DecodeBatch]) -> list[ReplicaLoad]:
-    return [ReplicaLoad(len(b), b.drafts, float(b.contexts.sum()) / len(b)) for b in batches]
-
-
-def _mean_growth(batches: list[DecodeBatch], before: Ints) -> Floats:
-    """Mean tokens kept so far by each batch's requests: a row per step, a column per batch."""
-    sizes = [len(batch) for batch in batches]
-    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-    sums: Ints = np.add.reduceat(before, starts, axis=1)
-    mean: Floats = sums / np.asarray(sizes)
-    return mean
-
-
-def _cycles(clock: StretchClock, seconds: list[float], kept: Ints, contexts: Ints) -> Stretch:
-    """Walk the engine loop's cycles with given device seconds and cached tokens of the submitted steps."""
-    now, free, oldest = clock.now_s, clock.device_free_s, clock.oldest
-    submitted: list[SubmittedStep] = []
-    collected: list[SubmittedStep] = []
-    collected_s: list[float] = []
-    polls_s: list[float] = []
-    for step_s, context_tokens in zip(seconds, contexts, strict=True):
+def _walk(clock: StretchClock, seconds: Floats) -> tuple[Floats, Floats]:
+    """When steps end and are collected, cycle by cycle."""
+    now, free = clock.now_s, clock.device_free_s
+    assert clock.oldest is not None
+    oldest_s, ends_s, collected_s = clock.oldest.end_s, [], []
+    for step_s in seconds.tolist():
         now += clock.submit_s
         free = max(now, free + clock.gap_s) + step_s
-        step = SubmittedStep(step_s, free, int(context_tokens))
-        submitted.append(step)
-        done = step if oldest is None else oldest
-        now = max(now, done.end_s)
-        collected.append(done)
+        ends_s.append(free)
+        now = max(now, oldest_s)
         collected_s.append(now)
         now += clock.deliver_s
-        polls_s.append(now)
-        oldest = None if oldest is None else step
-    return Stretch(submitted, collected, np.asarray(collected_s), np.asarray(polls_s), kept)
+        oldest_s = free
+    return np.asarray(ends_s), np.asarray(collected_s)

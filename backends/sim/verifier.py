@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 
-from deepinfer.engine.core import Plans
-from deepinfer.scheduler.speculation import Acceptance
-from deepinfer.scheduler.step import Ints, StepResult
+from deepinfer.scheduler.speculation import Acceptance, Draws, request_keys
+from deepinfer.scheduler.step import Ints, StepPlan, StepResult
 
 
 class Verifier:
     """Stands for the device's verification: tokens kept per request, drawn by request and round."""
 
     def __init__(self, acceptance: Acceptance, seed: int, nextn: int, num_requests: int) -> None:
-        self._acceptance, self._seed, self._nextn = acceptance, seed, nextn
+        self._draws = Draws(acceptance, seed, nextn)
+        self._keys = request_keys(seed, np.arange(num_requests, dtype=np.int64))
         self._rounds = np.zeros(num_requests, dtype=np.int64)
 
-    def results(self, plans: Plans) -> tuple[StepResult | None, ...]:
+    def results(self, plans: Sequence[StepPlan | None]) -> tuple[StepResult | None, ...]:
         """What the replicas' plans of one step produce."""
         ids = [plan.decode.request_ids for plan in plans if plan is not None]
-        everyone = np.concatenate(ids)
-        kept = self.peek(everyone, 1)[0]
-        self.pass_rounds(everyone, 1)
-        parts = iter(np.split(kept, np.cumsum([len(x) for x in ids])[:-1]))
+        if not any(map(len, ids)):
+            return tuple(None if plan is None else StepResult(plan.decode.request_ids) for plan in plans)
+        everyone = ids[0] if len(ids) == 1 else np.concatenate(ids)
+        rounds = self._rounds[everyone]
+        self._rounds[everyone] = rounds + 1
+        kept = self._draws(self._keys[everyone], rounds)
+        if len(ids) == 1:
+            return tuple(None if plan is None else StepResult(kept) for plan in plans)
+        ends = list(itertools.accumulate(len(x) for x in ids))
+        parts = iter([kept[start:end] for start, end in zip([0, *ends], ends, strict=False)])
         return tuple(None if plan is None else StepResult(next(parts)) for plan in plans)
 
     def peek(self, request_ids: Ints, num_rounds: int) -> Ints:
         """Tokens kept in each of the next rounds: a row per round, a column per request."""
         rounds = self._rounds[request_ids] + np.arange(num_rounds, dtype=np.int64)[:, None]
-        return self._acceptance.draw(self._seed, request_ids, rounds, self._nextn)
+        return self._draws(self._keys[request_ids], rounds)
 
     def pass_rounds(self, request_ids: Ints, num_rounds: int) -> None:
         """Leave rounds behind."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,25 +44,6 @@ def step_cost(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> Step
     """
     seconds, source = operator_seconds(graph, shape, costs)
     return StepCost(makespan(graph, seconds), source)
-
-
-class StepCosts:
-    """Makespans of single steps of one graph, each operator costed once for all shapes on which it does equal work."""
-
-    def __init__(self, graph: ExecutionGraph, costs: CostModel) -> None:
-        self.graph, self._costs = graph, costs
-        self._known: list[dict[Hashable, float]] = [{} for _ in graph.operators]
-
-    def seconds(self, shape: StepShape) -> float:
-        """The same as `step_cost` for one shape, not an array of them."""
-        seconds: list[Num] = []
-        for operator, known in zip(self.graph.operators, self._known, strict=True):
-            key = operator.key(shape)
-            cost = known.get(key)
-            if cost is None:
-                cost = known[key] = float(self._costs.cost(operator, operator.work(shape)).seconds)
-            seconds.append(cost)
-        return float(makespan(self.graph, seconds))
 
 
 def makespan(graph: ExecutionGraph, seconds: Sequence[Num]) -> Num:

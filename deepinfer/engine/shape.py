@@ -38,9 +38,9 @@ class ReplicaLoad(NamedTuple):
         return self.num_decodes * (self.drafts + 1) + self.kept_rows
 
     @property
-    def num_cached(self) -> float:
-        """Cached tokens of the decoding requests."""
-        return self.num_decodes * self.mean_context
+    def num_cached(self) -> int:
+        """Cached tokens of the decoding requests, a whole number."""
+        return round(self.num_decodes * self.mean_context)
 
     @property
     def num_pairs(self) -> float:
@@ -93,5 +93,5 @@ def heaviest(loads: Iterable[ReplicaLoad]) -> tuple[ReplicaLoad, ...]:
     loads = list(loads)
     by_rows = max(loads, key=lambda x: (x.num_rows, x.num_cached))
     by_cached = max(loads, key=lambda x: (x.num_cached, x.num_rows))
-    by_pairs = max(loads, key=lambda x: x.num_pairs)
+    by_pairs = max(loads, key=lambda x: (x.num_pairs, x.num_rows))
     return tuple(dict.fromkeys((by_rows, by_cached, by_pairs)))

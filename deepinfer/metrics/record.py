@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from deepinfer.scheduler.step import DecodeBatch, Ints, StepPlan
+from deepinfer.scheduler.step import Ints
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,7 +39,10 @@ class RunRecord:
         self.steps = StepColumns()
         self.delivery_s: array[float] = array("d")
         self.delivery_tokens: array[int] = array("q")
-        self._intervals: list[tuple[float, Floats, Ints, int]] = []
+        self._later_tokens: array[int] = array("q")  # of each delivery, without first tokens
+        self._gap_at_s: array[float] = array("d")
+        self._gap_s: array[float] = array("d")
+        self._gap_requests: array[int] = array("q")
         self.num_preemptions = 0
         self.num_hit_tokens = 0
         self.num_prompt_tokens = 0
@@ -48,29 +50,33 @@ class RunRecord:
         self.prefill: PoolRecord | None = None
         self.transfers: TransferRecord | None = None
 
-    def deliver(self, request_ids: Ints, tokens: Ints, now: float) -> None:
-        """Note that requests got new tokens at `now`; each id occurs once."""
-        last = self.last_token_s[request_ids]
-        later = last >= 0
-        if not later.all():
-            self.first_token_s[request_ids[~later]] = now
-        gaps = now - last[later]
-        self._intervals.append((now, gaps, np.ones(len(gaps), dtype=np.int64), int(tokens[later].sum())))
-        self.last_token_s[request_ids] = now
-        self.output_tokens[request_ids] += tokens
+    def deliver(self, request_ids: Ints, tokens: Ints, now: float, others: EvenDelivery | None = None) -> None:
+        """Note a delivery at `now`: requests that got tokens (each id once), and `others` that are noted later."""
+        later_tokens = total = int(tokens.sum())
+        if len(request_ids):
+            later_tokens -= self._note_gaps(request_ids, tokens, now)
+            self.last_token_s[request_ids] = now
+            self.output_tokens[request_ids] += tokens
+        if others is not None:
+            self._note_gap(now, others.gap_s, others.num_requests)
+            later_tokens, total = later_tokens + others.tokens, total + others.tokens
         self.delivery_s.append(now)
-        self.delivery_tokens.append(int(tokens.sum()))
+        self.delivery_tokens.append(total)
+        self._later_tokens.append(later_tokens)
 
-    def deliver_stretch(self, request_ids: Ints, tokens: Ints, times: Floats) -> None:
-        """Note that the same requests got tokens at each of `times`: `tokens` has a row per time, a column per id."""
-        self.deliver(request_ids, tokens[0], float(times[0]))
-        everyone = np.asarray([len(request_ids)], dtype=np.int64)
-        for before, now, row in zip(times[:-1], times[1:], tokens[1:].sum(axis=1), strict=True):
-            self._intervals.append((float(now), np.asarray([now - before]), everyone, int(row)))
-        self.last_token_s[request_ids] = times[-1]
-        self.output_tokens[request_ids] += tokens[1:].sum(axis=0)
-        self.delivery_s.extend(times[1:])
-        self.delivery_tokens.extend(tokens[1:].sum(axis=1))
+    def deliver_evenly(self, num_requests: int, tokens: Ints, times: Floats, before_s: float) -> None:
+        """Note deliveries to so many requests, at each of `times` and, before those, at `before_s`."""
+        self.delivery_s.frombytes(times.tobytes())
+        self.delivery_tokens.frombytes(tokens.tobytes())
+        self._later_tokens.frombytes(tokens.tobytes())
+        self._gap_at_s.frombytes(times.tobytes())
+        self._gap_s.frombytes(np.diff(times, prepend=before_s).tobytes())
+        self._gap_requests.extend([num_requests] * len(times))
+
+    def note_later(self, request_ids: Ints, tokens: Ints, last_s: float) -> None:
+        """Note what requests got in deliveries up to `last_s` that counted them among others."""
+        self.last_token_s[request_ids] = last_s
+        self.output_tokens[request_ids] += tokens
 
     def gaps(self, start_s: float = -math.inf, end_s: float = math.inf) -> tuple[Floats, Ints, int]:
         """Seconds between two deliveries to a request, how many requests waited so long, and all tokens delivered.
@@ -78,10 +84,39 @@ class RunRecord:
         Over deliveries in the range, a request's first token left out. One token of each delivery to a request has its
         gap as inter-token latency, the others of the same step have 0.
         """
-        inside = [x for x in self._intervals if start_s <= x[0] <= end_s]
-        seconds = [np.zeros(0), *(x[1] for x in inside)]
-        counts = [np.zeros(0, dtype=np.int64), *(x[2] for x in inside)]
-        return np.concatenate(seconds), np.concatenate(counts), sum(x[3] for x in inside)
+        at_s, times = np.asarray(self._gap_at_s), np.asarray(self.delivery_s)
+        inside = (at_s >= start_s) & (at_s <= end_s)
+        tokens = np.asarray(self._later_tokens)[(times >= start_s) & (times <= end_s)]
+        return np.asarray(self._gap_s)[inside], np.asarray(self._gap_requests)[inside], int(tokens.sum())
+
+    def _note_gaps(self, request_ids: Ints, tokens: Ints, now: float) -> int:
+        """Note how long requests have waited; returns the tokens of those that had none before."""
+        last = self.last_token_s[request_ids]
+        latest = float(last.max())
+        alike = last == latest  # nearly always all of them
+        num_alike = int(np.count_nonzero(alike))
+        if latest >= 0:
+            self._note_gap(now, now - latest, num_alike)
+            if num_alike == len(last):
+                return 0
+        first = last < 0
+        for since in last[~(alike | first)].tolist():
+            self._note_gap(now, now - since, 1)
+        self.first_token_s[request_ids[first]] = now
+        return int(tokens[first].sum())
+
+    def _note_gap(self, now: float, seconds: float, num_requests: int) -> None:
+        self._gap_at_s.append(now)
+        self._gap_s.append(seconds)
+        self._gap_requests.append(num_requests)
+
+
+class EvenDelivery(NamedTuple):
+    """A delivery to requests that all had their last one `gap_s` ago."""
+
+    num_requests: int
+    tokens: int
+    gap_s: float
 
 
 class PoolRecord:
@@ -108,10 +143,15 @@ class TransferRecord:
 
 
 class SubmittedStep(NamedTuple):
-    """A step on the device: its seconds there, when it ends, and the cached tokens of its decoding requests."""
+    """A step on the device: its seconds there and when it ends; its decoding requests, their rows, its prompt rows, and
+    the cached tokens of its decoding requests.
+    """
 
     seconds: float
     end_s: float
+    decodes: int
+    decode_rows: int
+    prefill_rows: int
     context_tokens: int
 
 
@@ -129,27 +169,25 @@ class StepColumns:
     kept_tokens: array[int] = field(default_factory=lambda: array("q"))
     seconds: array[float] = field(default_factory=lambda: array("d"))
 
-    def append(
-        self, end_s: float, seconds: float, plans: Sequence[StepPlan], context_tokens: int, kept_tokens: int
-    ) -> None:
-        """Note a step of the replicas with these plans: its end, its seconds on the device, cached and kept tokens."""
-        self.end_s.append(end_s)
-        self.seconds.append(seconds)
-        self.decodes.append(sum(len(plan.decode) for plan in plans))
-        self.decode_rows.append(sum(plan.decode.num_rows for plan in plans))
-        self.prefill_rows.append(sum(chunk.rows for plan in plans for chunk in plan.prefill))
-        self.context_tokens.append(context_tokens)
+    def append(self, collected_s: float, step: SubmittedStep, kept_tokens: int) -> None:
+        """Note a step, when it was collected, and the tokens it kept."""
+        self.end_s.append(collected_s)
+        self.seconds.append(step.seconds)
+        self.decodes.append(step.decodes)
+        self.decode_rows.append(step.decode_rows)
+        self.prefill_rows.append(step.prefill_rows)
+        self.context_tokens.append(step.context_tokens)
         self.kept_tokens.append(kept_tokens)
 
-    def append_stretch(
-        self, ends_s: Floats, steps: Sequence[SubmittedStep], batches: Sequence[DecodeBatch], kept: Ints
+    def extend(
+        self, collected_s: Floats, seconds: Floats, decodes: int, decode_rows: int, context_tokens: Ints, kept: Ints
     ) -> None:
-        """Note steps that decode the same batches: when each was collected, and the tokens each kept."""
-        num_steps = len(steps)
-        self.end_s.extend(ends_s)
-        self.seconds.extend(step.seconds for step in steps)
-        self.decodes.extend([sum(len(batch) for batch in batches)] * num_steps)
-        self.decode_rows.extend([sum(batch.num_rows for batch in batches)] * num_steps)
+        """Note steps that decode as many requests each: arrays with an entry per step."""
+        num_steps = len(collected_s)
+        self.end_s.frombytes(collected_s.tobytes())
+        self.seconds.frombytes(seconds.tobytes())
+        self.decodes.extend([decodes] * num_steps)
+        self.decode_rows.extend([decode_rows] * num_steps)
         self.prefill_rows.extend([0] * num_steps)
-        self.context_tokens.extend(step.context_tokens for step in steps)
-        self.kept_tokens.extend(kept)
+        self.context_tokens.frombytes(context_tokens.tobytes())
+        self.kept_tokens.frombytes(kept.tobytes())

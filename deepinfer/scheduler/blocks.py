@@ -60,29 +60,44 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one user each. The caller has checked `num_free`."""
-        blocks = [self._take() for _ in range(count)]
-        for block in blocks:
-            self._references[block] = 1
+        recycled = self._recycled
+        taken = min(count, len(recycled))
+        blocks = recycled[len(recycled) - taken :]
+        del recycled[len(recycled) - taken :]
+        fresh = min(count - taken, self.num_blocks - self._next_fresh)
+        if fresh:
+            blocks.extend(range(self._next_fresh, self._next_fresh + fresh))
+            self._next_fresh += fresh
+        blocks.extend(self._evict() for _ in range(count - taken - fresh))
+        self._references.update(dict.fromkeys(blocks, 1))
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
         """Remove a user from each block; the end of a prefix becomes reusable before its beginning."""
+        references, hash_of = self._references, self._hash_of
+        if hash_of.keys().isdisjoint(blocks):  # then nobody else can have found them
+            for block in blocks:
+                del references[block]
+            self._recycled.extend(blocks)
+            return
         for block in reversed(blocks):
-            users = self._references[block]
+            users = references[block]
             if users > 1:
-                self._references[block] = users - 1
+                references[block] = users - 1
                 continue
-            del self._references[block]
-            if block in self._hash_of:
+            del references[block]
+            if block in hash_of:
                 self._cached[block] = None
             else:
                 self._recycled.append(block)
 
-    def publish(self, block: int, block_hash: int) -> None:
-        """Make a computed block findable; a hash that is already published keeps its first block."""
-        if block_hash not in self._block_of and block not in self._hash_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
+    def publish(self, blocks: Iterable[int], hashes: Iterable[int]) -> None:
+        """Make computed blocks findable; a hash that is already published keeps its first block."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            if block_hash not in block_of and block not in hash_of:
+                block_of[block_hash] = block
+                hash_of[block] = block_hash
 
     def check_integrity(self) -> None:
         """Assert that every block is in exactly one state and that the two hash maps mirror each other."""
@@ -97,12 +112,7 @@ class BlockPool:
         assert known == self._next_fresh <= self.num_blocks, "blocks were lost or invented"
         assert all(users > 0 for users in self._references.values()), "a block has no user"
 
-    def _take(self) -> int:
-        if self._recycled:
-            return self._recycled.pop()
-        if self._next_fresh < self.num_blocks:
-            self._next_fresh += 1
-            return self._next_fresh - 1
+    def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         return block

@@ -12,12 +12,17 @@ import bisect
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from deepinfer.scheduler.blocks import BlockPool
 from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.step import BlockTable, DecodeBatch, Ints, PrefillChunk, StepOutput, StepPlan, StepResult
 from deepinfer.scheduler.table import DecodeTable, Sequence
+
+Bools = npt.NDArray[np.bool_]
+
+_NONE: Ints = np.zeros(0, dtype=np.int64)
 
 FOREVER = 1 << 30
 """More steps than any run has."""
@@ -36,10 +41,12 @@ class _Draft:
 
 @dataclass(slots=True)
 class _InFlight:
-    """Who takes part in a decided step. `rows` are table rows, valid while the table has this `version`."""
+    """Who takes part in a decided step. `rows` are table rows, valid while the table has this `version`; `handles`
+    are good for longer.
+    """
 
     prefill: list[Sequence]
-    decode: list[Sequence]
+    handles: Ints
     rows: Ints | slice
     version: int
 
@@ -74,7 +81,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests admitted and not finished."""
-        return len(self._prefilling) + len(self._decoding) + len(self._receiving)
+        return len(self._prefilling) + len(self._decoding.sequences) + len(self._receiving)
 
     @property
     def num_kept(self) -> int:
@@ -84,6 +91,11 @@ class Scheduler:
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a prompt that the prefix cache holds now."""
         return len(self.pool.match(request.block_hashes)) * self.config.block_tokens if self.config.prefix_cache else 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps decided and not committed."""
+        return len(self._in_flight)
 
     def fits(self, request: Request) -> bool:
         """Whether the request could ever run: its whole KV fits the pool."""
@@ -139,7 +151,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Take in a step's result, oldest step first; returns the new tokens and the finished requests."""
         step = self._in_flight.pop(plan.index)
-        ids, tokens, ended = self._commit_decodes(step, result)
+        ids, tokens, ended = self._commit_decodes(plan, step, result)
         first = [s for chunk, s in zip(plan.prefill, step.prefill, strict=True) if self._commit_chunk(chunk, s)]
         if first:
             ids = np.concatenate((ids, [s.request.id for s in first]))
@@ -169,12 +181,13 @@ class Scheduler:
     def decoding(self) -> DecodeBatch:
         """The batch that the next decision decodes if it is the last one again."""
         table, rows = self._decoding, self.config.nextn + 1
-        contexts = table.column("cached") + table.column("in_flight") * rows
-        return DecodeBatch(table.column("request_id").copy(), contexts, self.config.nextn)
+        contexts = table.cached + table.in_flight * rows
+        return DecodeBatch(table.request_id.copy(), contexts, self.config.nextn)
 
     def room(self) -> Ints:
         """Tokens that each request of `decoding()` may still generate."""
-        return self._decoding.column("limit") - self._decoding.column("generated")
+        room: Ints = self._decoding.limit - self._decoding.generated
+        return room
 
     def advance(self, kept: Ints) -> None:
         """Take in several repetitions of the last decision at once: the tokens each request of `decoding()` kept.
@@ -183,14 +196,15 @@ class Scheduler:
         (`steady_steps`).
         """
         table, rows = self._decoding, self.config.nextn + 1
-        table.column("cached")[:] += kept
-        table.column("generated")[:] += kept
+        table.cached[:] += kept
+        table.generated[:] += kept
         # Blocks as the last repetition needed them when it was decided.
-        needed = table.column("cached") + np.maximum(table.column("in_flight"), 1) * rows
-        for row in np.flatnonzero(needed > table.column("capacity")):
-            sequence = table.sequences[row]
-            sequence.blocks += self.pool.allocate(self._blocks_for(int(needed[row])) - len(sequence.blocks))
-            table.column("capacity")[row] = len(sequence.blocks) * self.config.block_tokens
+        needed = table.cached + np.maximum(table.in_flight, 1) * rows
+        short = (needed > table.capacity).nonzero()[0]
+        for row, tokens in zip(short.tolist(), needed[short].tolist(), strict=True):
+            blocks = table.sequences[row].blocks
+            blocks += self.pool.allocate(self._blocks_for(tokens) - len(blocks))
+            table.capacity[row] = len(blocks) * self.config.block_tokens
 
     def check_integrity(self) -> None:
         """Assert the invariants between steps; tests call it after every step."""
@@ -205,12 +219,13 @@ class Scheduler:
         assert users == self.pool.references, "block references do not match the tables"
         assert not any(s.blocks for s in self._waiting), "a waiting request holds blocks"
         for row, sequence in enumerate(table.sequences):
-            assert sequence.row == row, "a table row has lost its sequence"
-            assert len(sequence.blocks) * config.block_tokens == table.column("capacity")[row], "wrong capacity"
-            flights = sum(sequence in step.decode for step in self._in_flight.values())
-            assert flights == table.column("in_flight")[row], "decode steps in flight miscounted"
-        assert (table.column("generated") < table.column("limit")).all(), "a request ran past its end"
-        assert (table.column("cached") <= table.column("capacity")).all(), "KV without a block"
+            assert sequence.row == row == table.rows_of(table.handle)[row], "a table row has lost its sequence"
+            assert table.owner(sequence.handle) is sequence, "a handle has changed hands"
+            assert len(sequence.blocks) * config.block_tokens == table.capacity[row], "wrong capacity"
+            flights = sum(int((step.handles == sequence.handle).sum()) for step in self._in_flight.values())
+            assert flights == table.in_flight[row], "decode steps in flight miscounted"
+        assert (table.generated < table.limit).all(), "a request ran past its end"
+        assert (table.cached <= table.capacity).all(), "KV without a block"
         slots = [s.slot for s in (*alive, *self._draining, *self._kept.values()) if s.slot >= 0]
         assert sorted(slots + self._free_slots) == list(range(config.num_slots)), "state slots were lost or shared"
 
@@ -223,43 +238,60 @@ class Scheduler:
     def _plan_decodes(self, draft: _Draft) -> tuple[DecodeBatch, _InFlight]:
         """All decoding requests that can still produce tokens; those short of blocks get some or wait."""
         table, drafts = self._decoding, self.config.nextn
+        if not len(table):
+            return DecodeBatch(_NONE, _NONE, drafts), _InFlight([], _NONE, slice(0, 0), table.version)
         rows = drafts + 1
-        contexts = table.column("cached") + table.column("in_flight") * rows
-        short = self._may_continue() & (contexts + rows > table.column("capacity"))
-        stalled: set[Sequence] = set()
-        if short.any():
-            stalled = self._grow(short, draft)
-            contexts = table.column("cached") + table.column("in_flight") * rows
-        runs = self._may_continue()
-        for sequence in stalled:
-            if sequence.row >= 0:
-                runs[sequence.row] = False
-        selected: Ints | slice = slice(0, len(table)) if runs.all() else np.flatnonzero(runs)
-        table.column("in_flight")[selected] += 1
-        batch = DecodeBatch(table.column("request_id")[selected].copy(), contexts[selected], drafts)
+        contexts, runs = table.cached + table.in_flight * rows, self._may_continue()
+        short = runs & (contexts + rows > table.capacity)
+        if np.count_nonzero(short):
+            stalled = self._grow(short, contexts + rows, draft)
+            contexts, runs = table.cached + table.in_flight * rows, self._may_continue()
+            runs[[sequence.row for sequence in stalled if sequence.row >= 0]] = False
+        selected: Ints | slice = slice(0, len(table))
+        if np.count_nonzero(runs) < len(table):
+            selected = runs.nonzero()[0]
+            contexts = contexts[selected]
+        table.in_flight[selected] += 1
+        batch = DecodeBatch(table.request_id[selected].copy(), contexts, drafts)
         draft.budget -= batch.num_rows
-        sequences = list(table.sequences) if isinstance(selected, slice) else [table.sequences[i] for i in selected]
-        return batch, _InFlight([], sequences, selected, table.version)
+        return batch, _InFlight([], table.handle[selected].copy(), selected, table.version)
 
-    def _may_continue(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    def _may_continue(self) -> Bools:
         """Rows to run: every step in flight yields a token at least, and what is certain to end is not run again."""
         table = self._decoding
-        certain = table.column("generated") + table.column("in_flight") + table.column("first_in_flight")
-        runs: np.ndarray[tuple[int], np.dtype[np.bool_]] = certain < table.column("limit")
+        runs: Bools = table.generated + table.in_flight + table.first_in_flight < table.limit
         return runs
 
-    def _grow(self, short: np.ndarray[tuple[int], np.dtype[np.bool_]], draft: _Draft) -> set[Sequence]:
-        """Give blocks to the marked rows, most urgent first, preempting from the other end; returns who must wait."""
+    def _grow(self, short: Bools, needed: Ints, draft: _Draft) -> set[Sequence]:
+        """Give the marked rows blocks for `needed` tokens each; returns who must wait."""
+        table, block_tokens = self._decoding, self.config.block_tokens
+        marked = short.nonzero()[0]
+        counts = -(-needed[marked] // block_tokens) - table.capacity[marked] // block_tokens
+        total = int(counts.sum())
+        if self.pool.num_free < total:
+            return self._ration([table.sequences[i] for i in marked], draft)
+        blocks, start = self.pool.allocate(total), 0
+        for row, count in zip(marked.tolist(), counts.tolist(), strict=True):
+            sequence, end = table.sequences[row], start + count
+            own = blocks[start:end]
+            draft.tables.append(BlockTable(sequence.request.id, len(sequence.blocks), tuple(own), sequence.slot))
+            sequence.blocks += own
+            start = end
+        table.capacity[marked] += counts * block_tokens
+        return set()
+
+    def _ration(self, short: list[Sequence], draft: _Draft) -> set[Sequence]:
+        """Give blocks to the most urgent first, preempting from the other end; returns who must wait."""
         table, rows = self._decoding, self.config.nextn + 1
         stalled: set[Sequence] = set()
-        for sequence in sorted((table.sequences[i] for i in np.flatnonzero(short)), key=self._order):
+        for sequence in sorted(short, key=self._order):
             if sequence.row < 0:
                 continue  # preempted for a more urgent one
-            context = int(table.column("cached")[sequence.row] + table.column("in_flight")[sequence.row] * rows)
+            context = int(table.cached[sequence.row] + table.in_flight[sequence.row] * rows)
             count = self._blocks_for(context + rows) - len(sequence.blocks)
-            while self.pool.num_free + self._num_draining_blocks() < count and sequence.row >= 0:
+            while self._num_free_soon(count) < count and sequence.row >= 0:
                 victim = max((*self._prefilling, *table.sequences), key=self._order)
-                if victim is sequence and table.column("in_flight")[sequence.row]:
+                if victim is sequence and table.in_flight[sequence.row]:
                     break  # its step in flight may keep less than assumed: wait for that first
                 self._preempt(victim, draft)
             if sequence.row < 0:
@@ -268,7 +300,7 @@ class Scheduler:
                 stalled.add(sequence)  # until the step in flight lands
                 continue
             self._append_blocks(sequence, count, draft)
-            table.column("capacity")[sequence.row] = len(sequence.blocks) * self.config.block_tokens
+            table.capacity[sequence.row] = len(sequence.blocks) * self.config.block_tokens
         return stalled
 
     def _append_blocks(self, sequence: Sequence, count: int, draft: _Draft) -> None:
@@ -276,14 +308,15 @@ class Scheduler:
         draft.tables.append(BlockTable(sequence.request.id, len(sequence.blocks), tuple(blocks), sequence.slot))
         sequence.blocks += blocks
 
-    def _num_draining_blocks(self) -> int:
-        """Blocks that only sequences stopped with a step in flight hold: free once it lands."""
-        return sum(self.pool.num_sole(s.blocks) for s in self._draining)
+    def _num_free_soon(self, enough: int) -> int:
+        """Free blocks; if those are not enough, also what only sequences stopped with a step in flight hold."""
+        free = self.pool.num_free
+        return free if free >= enough else free + sum(self.pool.num_sole(s.blocks) for s in self._draining)
 
     def _preempt(self, sequence: Sequence, draft: _Draft) -> None:
         """Stop a running sequence; its request waits again, to recompute prompt and generated tokens."""
         if sequence.row >= 0:
-            sequence.generated = int(self._decoding.column("generated")[sequence.row])
+            sequence.generated = int(self._decoding.generated[sequence.row])
         self._stop(sequence)
         again = Sequence(sequence.request, sequence.request.prompt_tokens + sequence.generated, sequence.generated)
         bisect.insort(self._waiting, again, key=self._order)
@@ -376,27 +409,29 @@ class Scheduler:
             self._prefilling.remove(sequence)
             self._decoding.add(sequence, len(sequence.blocks) * config.block_tokens)
 
-    def _commit_decodes(self, step: _InFlight, result: StepResult) -> tuple[Ints, Ints, list[Sequence]]:
+    def _commit_decodes(self, plan: StepPlan, step: _InFlight, result: StepResult) -> tuple[Ints, Ints, list[Sequence]]:
         """Add the kept tokens to the table; returns request ids, new tokens, and sequences at their limit."""
-        table, kept = self._decoding, np.asarray(result.decode_tokens, dtype=np.int64)
-        rows = step.rows
+        if not len(plan.decode):
+            return _NONE, _NONE, []
+        table, rows = self._decoding, step.rows
+        ids, kept = plan.decode.request_ids, np.asarray(result.decode_tokens, dtype=np.int64)
         if step.version != table.version:
-            places = np.asarray([s.row for s in step.decode], dtype=np.int64)
-            for index in np.flatnonzero(places < 0):
-                self._drain(step.decode[index])
-            present = places >= 0
-            rows, kept = places[present], kept[present]
-        generated = table.column("generated")
-        new = np.minimum(kept, table.column("limit")[rows] - generated[rows])
-        generated[rows] += new
-        table.column("cached")[rows] += kept
-        table.column("in_flight")[rows] -= 1
-        full = np.flatnonzero(generated[rows] >= table.column("limit")[rows])
+            rows = table.rows_of(step.handles)
+            present = rows >= 0
+            if np.count_nonzero(present) < len(rows):
+                for handle in step.handles[~present].tolist():
+                    self._drain(table.owner(handle))
+                rows, kept, ids = rows[present], kept[present], ids[present]
+        generated, limit = table.generated[rows], table.limit[rows]
+        new = np.minimum(kept, limit - generated)
+        table.generated[rows] = generated = generated + new
+        table.cached[rows] += kept
+        table.in_flight[rows] -= 1
+        full = generated >= limit
         ended: list[Sequence] = []
-        if len(full):
-            indices = full if isinstance(rows, slice) else rows[full]
-            ended = [table.sequences[i] for i in indices]
-        return table.column("request_id")[rows].copy(), new, ended
+        if np.count_nonzero(full):
+            ended = [table.sequences[i] for i in np.arange(len(table))[rows][full].tolist()]
+        return ids, new, ended
 
     def _commit_chunk(self, chunk: PrefillChunk, sequence: Sequence) -> bool:
         """Take in a prefill chunk; True if it gave its request a token."""
@@ -407,8 +442,8 @@ class Scheduler:
         sequence.computed = chunk.start + chunk.rows
         self._publish(sequence)
         if chunk.is_last:
-            self._decoding.column("first_in_flight")[sequence.row] = 0
-            self._decoding.column("generated")[sequence.row] += 1
+            self._decoding.first_in_flight[sequence.row] = 0
+            self._decoding.generated[sequence.row] += 1
             sequence.generated += 1
         return chunk.is_last
 
@@ -416,7 +451,7 @@ class Scheduler:
         """End a sequence; its memory goes back once no step in flight refers to it."""
         sequence.running = False
         if sequence.row >= 0:
-            sequence.steps_in_flight += int(self._decoding.column("in_flight")[sequence.row])
+            sequence.steps_in_flight += int(self._decoding.in_flight[sequence.row])
             self._decoding.remove(sequence)
         else:
             self._prefilling.remove(sequence)
@@ -433,12 +468,14 @@ class Scheduler:
             self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
+        self._decoding.forget(sequence)
         if sequence.keeps_blocks:
             sequence.keeps_blocks = False
             self._kept[sequence.request.id] = sequence
             return
         self.pool.release(sequence.blocks)
-        self._steady_version = -1  # a waiting request may fit now
+        if self._waiting:
+            self._steady_version = -1  # one of them may fit now
         sequence.blocks = []
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
@@ -448,7 +485,8 @@ class Scheduler:
         """Make the prompt's full blocks findable, as far as they are computed."""
         if not self.config.prefix_cache:
             return
-        hashes = sequence.request.block_hashes
-        while sequence.published < min(len(hashes), sequence.computed // self.config.block_tokens):
-            self.pool.publish(sequence.blocks[sequence.published], hashes[sequence.published])
-            sequence.published += 1
+        hashes, first = sequence.request.block_hashes, sequence.published
+        end = min(len(hashes), sequence.computed // self.config.block_tokens)
+        if first < end:
+            self.pool.publish(sequence.blocks[first:end], hashes[first:end])
+            sequence.published = end

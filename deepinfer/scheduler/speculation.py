@@ -13,6 +13,9 @@ from deepinfer.scheduler.step import Ints
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
+Words = npt.NDArray[np.uint64]
+
+_SHIFT = np.uint64(11)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -53,24 +56,34 @@ class Acceptance(BaseModel):
 
         Each is a function of (seed, request, round) alone, whatever the batch, the process or the order of calls.
         """
-        if nextn == 0:
-            return np.ones(np.broadcast_shapes(request_ids.shape, rounds.shape), dtype=np.int64)
+        return Draws(self, seed, nextn)(request_keys(seed, request_ids), rounds)
+
+
+class Draws:
+    """`Acceptance.draw` for one seed and number of drafts, with requests named by their `request_keys`."""
+
+    def __init__(self, acceptance: Acceptance, seed: int, nextn: int) -> None:
+        self._seed, self._nextn = seed, nextn
+        self._survival = np.asarray(acceptance.survival(nextn)[::-1])
+
+    def __call__(self, keys: Words, rounds: Ints) -> Ints:
+        """Tokens kept by each request in each round (arrays that broadcast)."""
+        if self._nextn == 0:
+            return np.ones(np.broadcast_shapes(keys.shape, rounds.shape), dtype=np.int64)
         # tokens > k exactly when u < survival[k - 1]: one uniform gives the whole accepted prefix.
-        survival = np.asarray(self.survival(nextn))[::-1]
-        kept: Ints = 1 + nextn - np.searchsorted(survival, _uniform(seed, request_ids, rounds), side="right")
+        words = _mix(keys + rounds.astype(np.uint64) * _GOLDEN)
+        uniform = (words >> _SHIFT) * 2.0**-53
+        kept: Ints = 1 + self._nextn - self._survival.searchsorted(uniform, side="right")
         return kept
 
 
-def _uniform(seed: int, request_ids: Ints, rounds: Ints) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1): SplitMix64 of (seed, request, round) (Steele et al., OOPSLA 2014)."""
-    with np.errstate(over="ignore"):
-        key = _mix(np.asarray(seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64) + _GOLDEN)
-        key = _mix(key ^ (request_ids.astype(np.uint64) + _GOLDEN))
-        words = _mix(key + rounds.astype(np.uint64) * _GOLDEN)
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def request_keys(seed: int, request_ids: Ints) -> Words:
+    """A word for each request, from which its draws follow: SplitMix64 (Steele et al., OOPSLA 2014)."""
+    seeded = _mix(np.asarray([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64) + _GOLDEN)
+    return _mix(seeded ^ (request_ids.astype(np.uint64) + _GOLDEN))
 
 
-def _mix(word: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(word: Words) -> Words:
     word = (word ^ (word >> np.uint64(30))) * _MIX_1
     word = (word ^ (word >> np.uint64(27))) * _MIX_2
     return word ^ (word >> np.uint64(31))

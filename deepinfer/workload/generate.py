@@ -76,8 +76,13 @@ def request_hashes(spec: RequestSpec, block_size: int) -> tuple[int, ...]:
     """
     if block_size < 1:
         raise UsageError(f"block size {block_size} is below 1 token")
+    if not spec.block_ids:
+        return ()
     per_id = -(-spec.block_tokens // block_size)
     num_blocks = min(spec.prompt_tokens, len(spec.block_ids) * spec.block_tokens) // block_size
+    if spec.block_tokens % block_size == 0:
+        inside = range(per_id)
+        return tuple([number * per_id + i for number in spec.block_ids for i in inside][:num_blocks])
     hashes = []
     for block in range(num_blocks):
         last = ((block + 1) * block_size - 1) // spec.block_tokens
