@@ -43,6 +43,11 @@ class Engine:
         """Seconds from step to step with so many requests on an attention replica."""
         return step_seconds(self.graph, shape, CostModel(self.accelerator, self.profile), self.host, requests, captured)
 
+    def launch_seconds(self, requests: float) -> float:
+        """Host time before an idle device starts a step that is not a captured graph."""
+        launch = self.host.submit_seconds(0, len(self.graph.steps), captured=False)
+        return launch + requests * self.host.schedule_s_per_request.value
+
 
 def shares(engine: Engine, seconds: Callable[[Engine], Floats]) -> dict[str, Floats]:
     """Per resource, the share of `seconds(engine)` that it accounts for."""

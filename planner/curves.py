@@ -67,8 +67,9 @@ class DecodeCurve:
 class PrefillCurve:
     """Prompts of `prompt_tokens` computed on every attention replica, and nothing else; arrays parallel to it.
 
-    `latency_s` is from the start of a prompt's first step to the end of its last: its time to first token without a
-    queue. `input_tokens_per_s_per_gpu` counts computed tokens. `shares` and `bound_by` are as in `DecodeCurve`.
+    `latency_s` is what a prompt takes that finds the engine idle, from its launch to its first token.
+    `input_tokens_per_s_per_gpu` counts computed tokens when steps follow each other. `shares` and `bound_by` are as in
+    `DecodeCurve`.
     """
 
     prompt_tokens: Floats
@@ -112,7 +113,8 @@ def decode_curve(
     requests, rows = asked * layout.replica_ranks, 1.0 + nextn
     step = EngineSettings().graph_rows  # captured graphs are padded to whole multiples
     padded = np.ceil(requests * rows / step) * step / rows
-    shape = StepShape(Sequences.decoding(padded, float(nextn), np.full_like(padded, context)))
+    alike = Sequences.decoding(padded, float(nextn), np.full_like(padded, context))
+    shape = StepShape(alike, (), requests * rows, requests * rows)  # padding has no experts to go to
     seconds = engine.seconds(shape, requests, captured=True)
     return DecodeCurve(
         requests_per_gpu=asked,
@@ -167,13 +169,17 @@ def prefill_curve(
     alike = Sequences(np.full_like(each, prompts), each, cached_tokens + number * each, kept, last.astype(np.float64))
     shape, requests = StepShape(prefill=(alike,)), np.full_like(each, prompts)
 
-    def latency(changed: Engine) -> Floats:
+    def seconds(changed: Engine) -> Floats:
         total: Floats = np.add.reduceat(changed.seconds(shape, requests, captured=False), first)
         return total
 
-    latency_s = latency(engine)
-    rate = prompts * tokens / latency_s / layout.replica_ranks
-    return PrefillCurve(tokens, latency_s, rate, shares(engine, latency))
+    steps_s = seconds(engine)
+    return PrefillCurve(
+        prompt_tokens=tokens,
+        latency_s=engine.launch_seconds(prompts) + steps_s,
+        input_tokens_per_s_per_gpu=prompts * tokens / steps_s / layout.replica_ranks,
+        shares=shares(engine, seconds),
+    )
 
 
 def _engine(

@@ -240,7 +240,11 @@ class SteadyState:
         padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
         # Chunks do not matter here: many points are the same step.
         alike, index = np.unique(np.stack([decoding, padded, rows, context]), axis=1, return_inverse=True)
-        quiet = StepShape(Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]))
+        quiet = StepShape(
+            Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]),
+            mean_rows=alike[0] * alike[2],  # padding has no experts to go to
+            mean_kept_rows=alike[0] * alike[2],
+        )
         quiet_s = self._seconds(graph, quiet, alike[0], captured=True)[index.reshape(-1)]
         if not load.computed:
             return quiet_s, quiet_s
