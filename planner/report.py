@@ -49,7 +49,7 @@ def finalists_table(result: SearchResult, top: int) -> Table:
 
 def finalists_text(result: SearchResult, top: int) -> str:
     """The same as plain text."""
-    console = Console(file=StringIO(), width=100, highlight=False, color_system=None)
+    console = Console(file=StringIO(), width=100, highlight=False, color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(finalists_table(result, top))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
