@@ -54,7 +54,9 @@ def test_a_notebook_runs_and_prints_what_it_shows(path: Path) -> None:
 def test_a_notebook_is_small_public_and_executed_in_order(path: Path) -> None:
     assert path.stat().st_size < MAX_BYTES
     cells = code_cells(path)
-    assert not [o for cell in cells for o in cell["outputs"] if o.get("name") == "stderr" or o["output_type"] == "error"]
+    assert not [
+        o for cell in cells for o in cell["outputs"] if o.get("name") == "stderr" or o["output_type"] == "error"
+    ]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     for node in ast.walk(ast.parse("\n".join("".join(cell["source"]) for cell in cells))):
         if isinstance(node, ast.ImportFrom | ast.Import):
