@@ -69,7 +69,7 @@ def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
     assert figures is not None
     costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
     nextn, replicas = deployment.settings.nextn, deployment.replicas_per_group
-    decoding = figures.running_per_gpu * deployment.layout.replica_ranks
+    decoding = figures.running_per_gpu * plan.gpus / deployment.attention_replicas
     decode = Sequences.decoding(max(decoding, 1.0), float(nextn), figures.mean_context)
     totals: dict[tuple[str, str], float] = {}
     for share, rows in ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, figures.prompt_rows)):

@@ -131,7 +131,7 @@ def _search(problem: Problem, run: Run, progress: Progress | None) -> SearchResu
     finalists: list[Finalist] = []
     for number, count in enumerate(ROUNDS):
         chosen = choose_points(problem, screening, finalists, count, spread=0 if number else 2)
-        plans = [make_plan(problem, screening, point) for point in chosen]
+        plans = [make_plan(problem, screening, point, finalists) for point in chosen]
         finalists += _simulate(chosen, plans, run, _from(progress, len(finalists), sum(ROUNDS)))
     ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
     result = SearchResult(problem, screening, tuple(ranked))

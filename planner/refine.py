@@ -29,13 +29,15 @@ ROUNDS = (8, 4, 4)
 """Finalists per round."""
 MAX_PER_LAYOUT = 3
 """Finalists of one layout in the first round, so that the answer is compared with other layouts."""
-MIN_MEASURED = 64
-"""Requests measured at least, so that a 90th percentile means something."""
-MEASURED_LIFETIMES = 2.0
-"""A closed loop is measured for so many lifetimes of a request, after a ramp and a warm-up of one each."""
+MIN_MEASURED = 384
+"""Requests measured at least, so that a 90th percentile means something: its standard error is 1.5 percentiles."""
+WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 0.25, 0.75, 8.0
+"""A closed loop is measured for so many lifetimes of a request, or until `MIN_MEASURED` end, after a ramp of one."""
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
 MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
+NEARLY_FULL = 0.97
+"""Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
 """Simulated percentile over screened mean of TPOT and TTFT, before the first round has shown it."""
 
@@ -65,10 +67,14 @@ def run_finalist(point: int, plan: Plan) -> Finalist:
         return Finalist(point, plan, str(error))
 
 
-def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
-    """The plan of one screened point, with the workload it is to be simulated on."""
+def make_plan(problem: Problem, screening: Screening, point: int, known: Sequence[Finalist] = ()) -> Plan:
+    """The plan of one screened point, with the workload it is to be simulated on.
+
+    How many users keep two pools busy without a queue is known better after `known` finalists have been simulated.
+    """
     points = screening.points
     candidate = screening.candidates[points.candidate[point]]
+    users = float(points.users[point]) * (_fewer_users(problem, screening, known, point) if candidate.prefill else 1.0)
     lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
     pools = _pools(problem, candidate, points, point)
     plan = Plan(
@@ -85,13 +91,29 @@ def make_plan(problem: Problem, screening: Screening, point: int) -> Plan:
     )
     if problem.load.rate is None:
         parts = parts_of(plan)
-        loop, requests = _closed_loop(max(round(float(points.users[point]) / parts), 1), lifetime)
+        loop, requests = _closed_loop(max(round(users / parts), 1), lifetime)
         loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
         workload = problem.workload(loop, requests * parts)
     else:
         enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
         workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
     return plan.model_copy(update={"workload": workload})
+
+
+def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalist], point: int) -> float:
+    """Users that keep two pools busy, over those of the screen, by the finalists laid out like a point; at most 1.
+
+    By Little's law, at a little less than the requests/s that they reached and without their queue for prefill.
+    """
+    points, family = screening.points, _families(screening)
+    ratios = []
+    for f in known:
+        if not f.failure and family[f.point] == family[point]:
+            summary, i = f.summary, f.point
+            rate = summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
+            lifetime = summary.e2e_s.mean - summary.ttft_s.mean + points.ttft_s[i]
+            ratios.append(NEARLY_FULL * rate * lifetime / points.users[i])
+    return min(float(np.mean(ratios)), 1.0) if ratios else 1.0
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:
@@ -140,14 +162,14 @@ def _choices(kind: EngineKind) -> dict[str, Any]:
 
 def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:
     """The closed loop of one engine's users, and more requests than they can send in it."""
-    measured = max(MEASURED_LIFETIMES, MIN_MEASURED / users)
+    measured = max(MEASURED_LIFETIMES, min(MIN_MEASURED / users, MOST_LIFETIMES))
     loop = ClosedLoop(
         concurrency=users,
         ramp_s=round(lifetime_s, 4),
-        warm_up_s=round(lifetime_s, 4),
+        warm_up_s=round(WARM_UP_LIFETIMES * lifetime_s, 4),
         measure_s=round(measured * lifetime_s, 4),
     )
-    return loop, math.ceil(users * (2.0 + measured) * 2.0) + 8
+    return loop, math.ceil(users * (1.0 + WARM_UP_LIFETIMES + measured) * 2.0) + 8
 
 
 def choose_points(
@@ -166,7 +188,7 @@ def choose_points(
         within = points.tpot_s <= np.min(points.tpot_s) * 1.01
     split = points.prefill_rows > 0
     both = bool(split[within].any() and not split[within].all())
-    taken = {finalist.point for finalist in known}
+    taken = {f.point for f in known if not _had_too_many_users(problem, screening, f)}
     chosen: list[int] = []
     for index in _ranked(points, within, points.output_per_gpu * output):
         if len(chosen) >= count - spread:
@@ -179,6 +201,15 @@ def choose_points(
     front = inside[pareto(1.0 / points.tpot_s[inside], points.output_per_gpu[inside])]
     along = np.linspace(0, len(front) - 1, spread).astype(int)
     return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
+
+
+def _had_too_many_users(problem: Problem, screening: Screening, finalist: Finalist) -> bool:
+    """Whether two pools in a closed loop broke only the limit on TTFT: all users that decode did not need queued."""
+    if finalist.failure or problem.load.rate is not None or not screening.points.prefill_rows[finalist.point]:
+        return False
+    summary, slo = finalist.summary, problem.slo
+    late, slow = summary.ttft_s.at(slo.percentile) > slo.ttft_s, summary.tpot_s.at(slo.percentile) > slo.tpot_s
+    return late and not slow
 
 
 def _adds_something(
@@ -201,6 +232,8 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
     for finalist in known:
         if not finalist.failure:
             i, summary = finalist.point, finalist.summary
+            if _had_too_many_users(problem, screening, finalist):
+                continue
             ratio = (
                 summary.tpot_s.at(percentile) / points.tpot_s[i],
                 summary.ttft_s.at(percentile) / points.ttft_s[i],

@@ -226,6 +226,7 @@ class Screen:
             return []
         keys = np.concatenate([key for key, _ in pairs])
         points = _concatenate([point for _, point in pairs])
+        points = self._as_full_as_fed(points, keys, concatenate(decoding))
         unique, index = np.unique(keys, axis=0, return_inverse=True)
         first = len(candidates)
         for giver, taker, num_giving, num_taking in unique.tolist():
@@ -233,6 +234,26 @@ class Screen:
             candidates.append(Candidate(takers[taker], num_taking, family, givers[giver], num_giving))
         kept = self._kept(replace(points, candidate=first + index.reshape(-1)), "two pools")
         return [] if kept is None else [kept]
+
+    def _as_full_as_fed(self, points: Points, keys: Ints, engines: EnginePoints) -> Points:
+        """Decode engines with the requests that they get: fewer than they could hold where prefill is the bottleneck.
+
+        `keys` has the engines of each point: kind of prefill and of decode engines, and number of either. How long a
+        token takes at an engine's requests/s is read off the engines of its kind with fewer requests.
+        """
+        rate = points.users / (points.ttft_s + self.load.osl * points.tpot_s)
+        tpot_s = points.tpot_s.copy()
+        alike = np.stack([keys[:, 1], points.nextn, points.chunk_rows], axis=1)
+        unique, group = np.unique(alike, axis=0, return_inverse=True)
+        for number, (kind, nextn, chunk) in enumerate(unique.tolist()):
+            rows = np.flatnonzero(group.reshape(-1) == number)
+            same = (engines.kind == kind) & (engines.nextn == nextn) & (engines.chunk_rows == chunk)
+            curve = engines.take(same)
+            order = np.argsort(curve.capacity_rps)
+            read = np.interp(rate[rows] / keys[rows, 3], curve.capacity_rps[order], curve.tpot_s[order])
+            tpot_s[rows] = np.minimum(read, tpot_s[rows])
+        users = rate * (points.ttft_s + self.load.osl * tpot_s)
+        return replace(points, users=users, tpot_s=tpot_s, step_s=points.step_s * tpot_s / points.tpot_s)
 
     def _family(self, kind: EngineKind, prefill: EngineKind | None = None) -> int:
         """A number for pools whose engines are laid out alike, whatever their variants."""

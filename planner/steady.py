@@ -34,13 +34,7 @@ from deepinfer.layout.placement import ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.speculation import Acceptance
-from planner.space import (
-    DECODE_CHUNK_ROWS_PER_GPU,
-    PREFILL_ROWS_PER_GPU,
-    EngineKind,
-    Refusals,
-    SearchSpace,
-)
+from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -200,8 +194,8 @@ class SteadyState:
         # Prompt rows per step that keep `decoding` requests supplied; a chunk cannot be exceeded, so fewer decode.
         rows_per_token = load.computed / load.osl
         decoding = np.minimum(seqs, chunk / np.maximum(rows_per_token * tau, 1e-9))
-        share = np.minimum(decoding * tau * rows_per_token / chunk, 1.0)
-        quiet_s, busy_s = self._step_seconds(kind, graph, decoding, chunk, nextn, share, load)
+        share, prompt_rows = _prompt_rows(decoding * tau / load.osl, load.computed, chunk)
+        quiet_s, busy_s = self._step_seconds(kind, graph, decoding, prompt_rows, nextn, share, load)
         any_busy = 1.0 - (1.0 - np.minimum(share, 1.0)) ** _replicas(kind.layout)
         step_s = any_busy * busy_s + (1.0 - any_busy) * quiet_s
         ttft_s = 0.5 * step_s
@@ -228,12 +222,12 @@ class SteadyState:
         kind: EngineKind,
         graph: ExecutionGraph,
         decoding: Floats,
-        chunk: Floats,
+        prompt_rows: Floats,
         nextn: Floats,
         share: Floats,
         load: Load,
     ) -> tuple[Floats, Floats]:
-        """Seconds of a step without and with a prefill chunk on the busiest replica, host time included."""
+        """Seconds of a step without and with prompt rows on the busiest replica, host time included."""
         graph_rows = self._defaults.graph_rows
         rows = 1.0 + nextn
         context = np.full_like(decoding, load.isl + load.osl / 2)
@@ -248,31 +242,31 @@ class SteadyState:
         quiet_s = self._seconds(graph, quiet, alike[0], captured=True)[index.reshape(-1)]
         if not load.computed:
             return quiet_s, quiet_s
-        chunks_per_prompt = np.maximum(load.computed / chunk, 1.0)
-        kept = chunk
-        if kind.replay == "compact":
-            # Only the last chunk of a prompt holds kept rows; the others run one placeholder.
-            kept = np.minimum(chunk, self._defaults.keep_tokens * np.maximum(chunk / load.computed, 1.0))
-            kept = kept / chunks_per_prompt + (1.0 - 1.0 / chunks_per_prompt)
-        before = np.full_like(chunk, load.isl - load.computed) + np.maximum(load.computed - chunk, 0.0) / 2
-        prompt = Sequences(np.ones_like(chunk), chunk, before, kept, 1.0 / chunks_per_prompt)
+        prompts = self._prompts(prompt_rows, kind.replay, load, self._defaults.keep_tokens)
         busy = StepShape(
             Sequences(decoding, rows, context, rows, rows),
-            (prompt,),
-            mean_rows=decoding * rows + share * chunk,
-            mean_kept_rows=decoding * rows + share * kept,
+            (prompts,),
+            mean_rows=decoding * rows + share * prompt_rows,
+            mean_kept_rows=decoding * rows + share * prompts.count * prompts.kept_rows,
         )
         return quiet_s, self._seconds(graph, busy, decoding, captured=False)
 
     def _prefill_step_seconds(self, kind: EngineKind, graph: ExecutionGraph, rows: Floats) -> Floats:
-        """Seconds of a step of so many prompt rows per replica: whole prompts, or a part of one."""
-        load = self.load
-        count = np.maximum(rows / load.computed, 1.0)
+        """Seconds of a step of so many prompt rows per replica, none of them kept in bounded layers."""
+        prompts = self._prompts(rows, kind.replay, self.load, 1)
+        return self._seconds(graph, StepShape(prefill=(prompts,)), np.asarray(prompts.count), captured=False)
+
+    @staticmethod
+    def _prompts(rows: Floats, replay: Replay, load: Load, keep_tokens: int) -> Sequences:
+        """So many prompt rows as whole prompts, or as a part of one in the middle of it."""
+        count, ended = np.maximum(rows / load.computed, 1.0), np.minimum(rows / load.computed, 1.0)
         each = rows / count
         before = load.isl - load.computed + np.maximum(load.computed - rows, 0.0) / 2
-        kept = np.ones_like(each) if kind.replay == "compact" else each
-        shape = StepShape(prefill=(Sequences(count, each, before, kept, np.minimum(rows / load.computed, 1.0)),))
-        return self._seconds(graph, shape, count, captured=False)
+        kept = each
+        if replay == "compact":
+            # Only the last chunk of a prompt holds kept rows; the others run one placeholder.
+            kept = np.minimum(each, ended * keep_tokens + (1.0 - ended))
+        return Sequences(count, each, before, kept, ended)
 
     def _seconds(self, graph: ExecutionGraph, shape: StepShape, requests: Floats, captured: bool) -> Floats:
         """Seconds from step to step: the longer of what the device and what the host need."""
@@ -291,6 +285,18 @@ def step_seconds(
         host.schedule_s_per_request.value + host.deliver_s_per_request.value
     )
     return np.maximum(device_s, host_s)
+
+
+def _prompt_rows(prompts_per_step: Floats, computed: float, chunk: Floats) -> tuple[Floats, Floats]:
+    """The share of a replica's steps that have prompt rows, and how many those have.
+
+    Prompts longer than a chunk keep a replica busy for as many steps as they have chunks; shorter ones that arrive
+    between two steps, at random, are computed together.
+    """
+    alone = np.minimum(prompts_per_step * computed / chunk, 1.0)
+    together = -np.expm1(-prompts_per_step)
+    share: Floats = np.where(computed > chunk, alone, together)
+    return share, np.minimum(prompts_per_step * computed / np.maximum(share, 1e-12), chunk)
 
 
 def prefill_requests(rows: Ints, load: Load) -> Ints:

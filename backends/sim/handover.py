@@ -19,7 +19,8 @@ from deepinfer.scheduler.step import Ints
 class HandOver:
     """Outlet of a prefill pool: each prompt it completes goes to the decode pool, which then reads its KV.
 
-    A replica's link carries one transfer at a time in each direction; requests of one token end here.
+    A transfer uses as many links of either replica as the one with fewer ranks has, alone while it lasts: a replica of
+    more ranks carries several at once in each direction. Requests of one token end here.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class HandOver:
     def _read(self, place: Place, request_id: int) -> Generator[simpy.Event, Any, None]:
         request, source = self._requests[request_id]
         start_s, tokens = self._env.now, request.transferred_tokens
-        with self._link(source).request() as out, self._link(place).request() as into:
+        out_of = self._links_of(source, self._transfer.senders)
+        into_it = self._links_of(place, self._transfer.receivers)
+        with out_of.request() as out, into_it.request() as into:
             yield out & into
             yield self._env.timeout(self._transfer.seconds(tokens))
         self._log.append(self._env.now, self._env.now - start_s, self._transfer.num_bytes(tokens))
@@ -92,8 +95,10 @@ class HandOver:
             self._record.deliver(np.asarray([request_id]), np.ones(1, dtype=np.int64), self._env.now)
         self._leave(request_id)
 
-    def _link(self, place: Place) -> simpy.Resource:
-        return self._links.setdefault(place, simpy.Resource(self._env, capacity=1))
+    def _links_of(self, place: Place, ranks: int) -> simpy.Resource:
+        if place not in self._links:
+            self._links[place] = simpy.Resource(self._env, capacity=ranks // self._transfer.streams)
+        return self._links[place]
 
     def _leave(self, request_id: int) -> None:
         del self._requests[request_id]

@@ -48,7 +48,8 @@ class SimPool:
         self.groups = [
             StepGroup(env, deployment, timer, verifier, steps, outlet) for _ in range(deployment.step_groups)
         ]
-        self._replicas = [SimReplica(g, i) for g in self.groups for i in range(len(g.schedulers))]
+        # Neighbours belong to different engines: requests that come together are computed side by side.
+        self._replicas = [SimReplica(g, i) for i in range(deployment.replicas_per_group) for g in self.groups]
         self._choose = make_router(deployment.router)
 
     def fits(self, request: Request) -> bool:

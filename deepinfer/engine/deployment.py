@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
@@ -20,12 +21,19 @@ from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.policy import SchedulerConfig
 
 
+class Sample(NamedTuple):
+    """Part of a pool's attention replicas: so many step groups with so many each."""
+
+    step_groups: int
+    replicas_per_group: int
+
+
 @dataclass(frozen=True)
 class Deployment:
     """`replicas` engines, alike: everything a backend needs to run them, resolved once.
 
     `num_gpus` is the pool's part of the cluster: its ranks, and its share of accelerators left idle. With a `sample`
-    only so many attention replicas of each step group are run, and stand for the others.
+    only its attention replicas are run, and stand for the others.
     """
 
     model: ModelSpec
@@ -37,19 +45,23 @@ class Deployment:
     budget: MemoryBudget
     host: HostProfile
     role: PoolRole = "mixed"
-    sample: int | None = None
+    sample: Sample | None = None
     router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
 
     @property
     def step_groups(self) -> int:
-        """Groups of ranks that step together, over all engines."""
+        """Groups of ranks that step together, over all engines, of those that are run."""
+        if self.sample is not None:
+            return self.sample.step_groups
         return self.replicas * self.layout.num_ranks // self.layout.step_group
 
     @property
     def replicas_per_group(self) -> int:
         """Attention replicas in one step group, of those that are run."""
-        return self.sample or self.layout.step_group // self.layout.replica_ranks
+        if self.sample is not None:
+            return self.sample.replicas_per_group
+        return self.layout.step_group // self.layout.replica_ranks
 
     @property
     def attention_replicas(self) -> int:
@@ -104,12 +116,14 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
     if sum(set_aside) > plan.gpus:
         raise UsageError(f"the plan's pools use {sum(set_aside)} GPUs, its cluster has {plan.gpus}")
     deployments = []
-    for pool, gpus in zip(plan.pools, set_aside, strict=True):
-        accelerator = load_hardware(pool.hardware or plan.hardware)
+    kinds = [load_hardware(pool.hardware or plan.hardware) for pool in plan.pools]
+    for pool, gpus, accelerator in zip(plan.pools, set_aside, kinds, strict=True):
         fitted = fit_to_hardware(model, accelerator, pool.settings.kv_format)
         # Accelerators of a kind that no pool uses are shared out: figures are per accelerator paid for.
         share = gpus + (plan.gpus - sum(set_aside)) * gpus / sum(set_aside)
-        cluster = ClusterSpec(accelerator, pool.gpus or plan.gpus)
+        # Pools set aside of one kind are one cluster: whether they share a scale-up domain depends on both.
+        alike = sum(n for n, kind in zip(set_aside, kinds, strict=True) if kind == accelerator)
+        cluster = ClusterSpec(accelerator, alike if pool.gpus else plan.gpus)
         deployments.append(_deployment(plan, pool, fitted, cluster, host, share))
     if len({d.model.kv.name for d in deployments}) > 1:
         formats = " and ".join(f"{d.model.kv.name} on {d.cluster.accelerator.name}" for d in deployments)

@@ -39,9 +39,13 @@ Router = Callable[[Request, Sequence[ReplicaState]], int]
 
 def make_router(name: RouterName) -> Router:
     """A router of one pool; each pool needs its own."""
-    if name == "round_robin":
-        return _round_robin()
-    return least_loaded if name == "least_loaded" else cache_aware
+    match name:
+        case "round_robin":
+            return _round_robin()
+        case "least_loaded":
+            return _least_loaded()
+        case "cache_aware":
+            return _cache_aware()
 
 
 def load(replica: ReplicaState) -> int:
@@ -49,26 +53,43 @@ def load(replica: ReplicaState) -> int:
     return WAITING_WEIGHT * replica.num_waiting + replica.num_running
 
 
-def least_loaded(request: Request, replicas: Sequence[ReplicaState]) -> int:
-    """The replica with the least load, the first of equals."""
-    del request
-    loads = [load(replica) for replica in replicas]
-    return loads.index(min(loads))
+def _least_loaded() -> Router:
+    """The replica with the least load; equals take turns, as with nginx's `least_conn`.
+
+    Always the first of equals would give one engine all the work while others have none.
+    """
+    start = 0
+
+    def choose(request: Request, replicas: Sequence[ReplicaState]) -> int:
+        nonlocal start
+        del request
+        count = len(replicas)
+        chosen = min(range(count), key=lambda i: (load(replicas[i]), (i - start) % count))
+        start = chosen + 1
+        return chosen
+
+    return choose
 
 
-def cache_aware(request: Request, replicas: Sequence[ReplicaState]) -> int:
+def _cache_aware() -> Router:
     """The replica that has most of the prompt cached, if that is half of it and the replicas are balanced.
 
-    Unlike sglang-router, which estimates it from what it sent, this one knows what is cached (as with KV events).
+    Otherwise the least loaded one. Unlike sglang-router, which estimates it from what it sent, this one knows what is
+    cached (as with KV events).
     """
-    counts = [replica.num_waiting + replica.num_running for replica in replicas]
-    spread = max(counts) - min(counts) > SPREAD_REQUESTS and max(counts) > SPREAD_RATIO * min(counts)
-    if request.block_hashes and not spread:
-        hits = [replica.cached_tokens(request) for replica in replicas]
-        if max(hits) > HIT_SHARE * request.prompt_tokens:
-            best = [i for i, hit in enumerate(hits) if hit == max(hits)]
-            return min(best, key=lambda i: load(replicas[i]))
-    return least_loaded(request, replicas)
+    least_loaded = _least_loaded()
+
+    def choose(request: Request, replicas: Sequence[ReplicaState]) -> int:
+        counts = [replica.num_waiting + replica.num_running for replica in replicas]
+        spread = max(counts) - min(counts) > SPREAD_REQUESTS and max(counts) > SPREAD_RATIO * min(counts)
+        if request.block_hashes and not spread:
+            hits = [replica.cached_tokens(request) for replica in replicas]
+            if max(hits) > HIT_SHARE * request.prompt_tokens:
+                best = [i for i, hit in enumerate(hits) if hit == max(hits)]
+                return min(best, key=lambda i: load(replicas[i]))
+        return least_loaded(request, replicas)
+
+    return choose
 
 
 def _round_robin() -> Router:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment, Sample, resolve
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.summary import Summary, summarize
 from deepinfer.registry import load_backend
@@ -13,8 +13,8 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
-SAMPLED_REPLICAS = 8
-"""Attention replicas of a decode pool that are simulated at least, if it has them."""
+SAMPLED_REQUESTS = 2048
+"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -32,7 +32,7 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
     Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
-    share of each, if need be of the attention replicas of a step group, as long as `SAMPLED_REPLICAS` decode. Poisson
+    share of each, if need be of the attention replicas of a step group, as long as `SAMPLED_REQUESTS` decode. Poisson
     arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
     little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
@@ -60,15 +60,25 @@ def _num_parts(deployments: tuple[Deployment, ...]) -> int:
     if len(deployments) == 1:
         return deployments[0].replicas
     common = math.gcd(*(d.attention_replicas for d in deployments))
-    decoding = next(d.attention_replicas for d in deployments if d.role == "decode")
-    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or decoding // k >= SAMPLED_REPLICAS))
+    decode = next(d for d in deployments if d.role == "decode")
+    requests = decode.attention_replicas * decode.settings.max_num_seqs
+    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
 
 
 def _part(deployment: Deployment, parts: int) -> Deployment:
-    """One of so many alike parts of a pool: whole engines, or one engine's step group with some of its replicas."""
-    num_gpus = deployment.num_gpus / parts
-    if deployment.replicas % parts == 0:
+    """One of so many alike parts of a pool: some of the attention replicas of some of its engines.
+
+    Of a prefill pool one replica of many engines: engines hand over prompts in batches, and many do so more evenly. Of
+    others many replicas of few engines, because replicas of one engine wait for each other.
+    """
+    num_gpus, replicas = deployment.num_gpus / parts, deployment.attention_replicas // parts
+    per_group = deployment.replicas_per_group
+    fitting = [
+        groups
+        for groups in range(1, min(replicas, deployment.step_groups) + 1)
+        if replicas % groups == 0 and replicas // groups <= per_group
+    ]
+    groups = max(fitting) if deployment.role == "prefill" else min(fitting)
+    if deployment.replicas % parts == 0 and replicas // groups == per_group:
         return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
-    replicas, per_group = deployment.attention_replicas // parts, deployment.replicas_per_group
-    groups = next(g for g in range(1, replicas + 1) if replicas % g == 0 and replicas // g <= per_group)
-    return replace(deployment, replicas=groups, sample=replicas // groups, num_gpus=num_gpus)
+    return replace(deployment, sample=Sample(groups, replicas // groups), num_gpus=num_gpus)

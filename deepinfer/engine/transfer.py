@@ -39,13 +39,18 @@ class KVTransfer:
     latency_s: float
     link: str
 
+    @property
+    def streams(self) -> int:
+        """Links of a replica that one transfer uses: all of those on the side that has fewer."""
+        return min(self.senders, self.receivers)
+
     def num_bytes(self, tokens: float) -> float:
         """Bytes on the links, all receivers together."""
         return (self.bytes_per_request + tokens * self.bytes_per_token) * self.receivers
 
     def seconds(self, tokens: float) -> float:
-        """How long one transfer occupies the links of its sending and of its receiving replica."""
-        return self.latency_s + self.num_bytes(tokens) / min(self.senders, self.receivers) / self.bytes_per_s
+        """How long one transfer occupies its links at the sending and at the receiving replica."""
+        return self.latency_s + self.num_bytes(tokens) / self.streams / self.bytes_per_s
 
 
 def kv_transfer(model: ModelSpec, nextn: int, prefill: Side, decode: Side) -> KVTransfer:
