@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from deepinfer.errors import UsageError
 
 LOCAL = "local"
+KNOCK_S = 5.0
+"""How long a cluster's address may take to answer."""
 
 
 Work = Iterable[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
@@ -102,9 +105,17 @@ def _package(module: str, extra: str) -> Any:
 
 @contextlib.contextmanager
 def _reaching(name: str, address: str) -> Iterator[None]:
-    """Whatever a cluster's library raises on the way to an address, as one sentence."""
+    """Whatever is raised on the way to an address, as one sentence."""
     try:
+        _knock(address)
         yield
     except (OSError, ConnectionError, TimeoutError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no {name} cluster answers at {address or 'this machine'}: {reason}") from None
+
+
+def _knock(address: str) -> None:
+    """Raise OSError where nobody listens: Ray would try for minutes, and Dask for half of one."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_S).close()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import socket
 import subprocess
 import sys
 from dataclasses import fields
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -190,6 +192,15 @@ def test_a_missing_package_names_its_extra(monkeypatch: pytest.MonkeyPatch, exec
     monkeypatch.setitem(sys.modules, package, None)  # as if not installed
     with pytest.raises(UsageError, match=rf"--executor {executor} needs the {executor} extra"):
         small_search(executor)
+
+
+def test_an_address_where_nobody_answers_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "distributed", ModuleType("distributed"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]  # bound, but nobody listens
+        with pytest.raises(UsageError, match=f"no dask cluster answers at tcp://127.0.0.1:{port}: .*refused"):
+            small_search(f"dask:tcp://127.0.0.1:{port}")
 
 
 @pytest.mark.slow
