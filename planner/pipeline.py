@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,7 @@ from deepinfer.cost.compose import PathItem
 from deepinfer.errors import InfeasibleError
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.plan import Plan
+from deepinfer.layout.plan import Plan, Slo
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
@@ -107,6 +108,8 @@ class SearchResult:
 
     def worth(self, finalist: Finalist) -> float:
         """A finalist's output over the winner's; under a rate, what it could serve over what the winner could."""
+        if self.problem.objective == "gpus":
+            return self.winner.plan.gpus / finalist.plan.gpus
         if self.problem.load.rate is not None:
             return self.capacity_rps(finalist) / self.capacity_rps(self.winner)
         return finalist.summary.output_tokens_per_s_per_gpu / self.winner.summary.output_tokens_per_s_per_gpu
@@ -198,27 +201,34 @@ def _keeps_limits(problem: Problem, summary: Summary) -> bool:
 def _merit(problem: Problem, screening: Screening, finalist: Finalist) -> tuple[float, ...]:
     """Sort key, best first: within the limits, by objective (to three digits), then by the time a request takes.
 
-    With a rate all that keep up give the same output: then what a plan could serve within the limits counts.
+    Goodput has the limits in it: it is the output of requests that keep them. With a rate all that keep up give the
+    same output: then what a plan could serve within the limits counts, or how few accelerators it needs.
     """
     if finalist.failure:
         return (2.0,)
     summary = finalist.summary
     # Cost per token on one kind of accelerator falls exactly as output per GPU rises.
     output = summary.output_tokens_per_s_per_gpu
-    if problem.load.rate is not None:
-        output = float(screening.points.capacity_rps[finalist.point])
     within = 0.0 if _keeps_limits(problem, summary) else 1.0
+    if problem.objective == "goodput":
+        output, within = output * summary.goodput, 0.0
+    elif problem.objective == "gpus":
+        output = 1.0 / finalist.plan.gpus
+    elif problem.load.rate is not None:
+        output = float(screening.points.capacity_rps[finalist.point])
     return (within, -float(f"{output:.3g}"), summary.e2e_s.mean, finalist.point)
 
 
 def _nothing_fits(problem: Problem, screening: Screening) -> str:
     counts = "; ".join(f"{reason}: {count:,}" for reason, count in screening.refusals.counts.most_common())
     where = f"{problem.cluster.num_gpus} x {problem.hardware_name}"
-    if screening.best_capacity_rps > 0:
+    rate = problem.load.rate
+    if screening.best_capacity_rps > 0 and rate is not None:
         most = screening.best_capacity_rps * UTILIZATION
         return (
-            f"no plan on {where} serves {problem.load.rate:g} requests/s: the most is about {most:.3g} requests/s "
-            f"at {UTILIZATION:.0%} load ({counts})"
+            f"no plan on {where} serves {rate:g} requests/s: the most is about {most:.3g} requests/s "
+            f"at {UTILIZATION:.0%} load, so it takes about {math.ceil(rate / most)} times as many "
+            f"accelerators ({counts})"
         )
     return f"no layout of {problem.model.name} fits on {where} ({counts}); {_how_far(problem)}"
 
@@ -248,5 +258,26 @@ def _limits_too_tight(result: SearchResult) -> str:
     mean = np.min(points.tpot_s) * 1e3
     return (
         f"no plan keeps TTFT {slo.ttft_s:g} s and TPOT {slo.tpot_s * 1e3:g} ms at p{slo.percentile}: the lowest "
-        f"simulated are {ttft:.3g} s and {tpot * 1e3:.3g} ms, the lowest screened mean TPOT is {mean:.3g} ms"
+        f"simulated are {ttft:.3g} s and {tpot * 1e3:.3g} ms, the lowest screened mean TPOT is {mean:.3g} ms; the "
+        f"cheapest relaxation is {_relaxation(slo, measured)}"
     )
+
+
+def _relaxation(slo: Slo, measured: Sequence[Finalist]) -> str:
+    """The smallest factor on either limit, or on both, with which one of the finalists would have kept them."""
+    p = slo.percentile
+    needed = [(f.summary.ttft_s.at(p) / slo.ttft_s, f.summary.tpot_s.at(p) / slo.tpot_s) for f in measured]
+    ttft, tpot = min(needed, key=lambda ratios: max(ratios))
+    flags = []
+    if ttft > 1.0:
+        flags.append(f"--ttft {_rounded_up(ttft * slo.ttft_s):g} ({ttft:.2f} times as long)")
+    if tpot > 1.0:
+        flags.append(f"--tpot {_rounded_up(tpot * slo.tpot_s):g} ({tpot:.2f} times as long)")
+    return " with ".join(flags) or "a rate that the finalists keep up with"
+
+
+def _rounded_up(value: float) -> float:
+    """To three digits, upwards."""
+    digits = 2 - math.floor(math.log10(value))
+    scale = 10.0**digits
+    return math.ceil(value * scale) / scale

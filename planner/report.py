@@ -26,6 +26,7 @@ from planner.describe import (
     serving_deployment,
     step_breakdown,
 )
+from planner.economics import economics_line
 from planner.pipeline import SearchResult
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
@@ -95,7 +96,7 @@ def markdown_report(result: SearchResult) -> str:
         f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
         f"## The plan\n\n{describe_pools(plan)}.",
         _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
-        _cost_line(result),
+        f"Cost and energy: {economics_line(plan)}.",
         "![latency against throughput](pareto.png)",
         "## Why this one\n\n" + why_lines(result),
         "![what the mean step is made of](step_breakdown.png)",
@@ -108,17 +109,6 @@ def markdown_report(result: SearchResult) -> str:
         "same figures; `planner show plan.json` prints the plan.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _cost_line(result: SearchResult) -> str:
-    price = result.problem.cluster.accelerator.price_usd_per_hour
-    if price is None:
-        return ""
-    per_million = price.value / 3600 / result.winner.summary.output_tokens_per_s_per_gpu * 1e6
-    return (
-        f"At {price.value:g} {price.unit} per GPU ({price.source}, {price.date}) a million output tokens cost "
-        f"{per_million:.3f} USD, prompts included."
-    )
 
 
 def why_lines(result: SearchResult) -> str:

@@ -201,7 +201,7 @@ class SteadyState:
         ttft_s = 0.5 * step_s
         if load.computed:
             # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
-            busy = np.minimum(share, 0.99)
+            busy = np.minimum(decoding * tau / load.osl * load.computed / chunk, 0.99)
             ttft_s = ttft_s + np.ceil(load.computed / chunk) * busy_s * (1.0 + busy / (2.0 * (1.0 - busy)))
         # Requests that wait for or run their prefill are not decoding.
         lifetime = ttft_s + load.osl / tau * step_s
