@@ -16,7 +16,7 @@ from planner.problem import Question, make_problem
 
 
 def search(
-    gpus: int, *, jobs: int = -1, executor: str = LOCAL, progress: Progress | None = None, **question: Any
+    gpus: int | None = None, *, jobs: int = -1, executor: str = LOCAL, progress: Progress | None = None, **question: Any
 ) -> SearchResult:
     """The best plan for a workload on `gpus` accelerators, and what it was compared with.
 
