@@ -99,13 +99,14 @@ def search(
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
     top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
     jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
+    executor: Annotated[str, typer.Option(help="Where they run: local, ray[:ADDRESS] or dask[:ADDRESS].")] = "local",
     seed: Annotated[int, typer.Option(help="Seed of workload and acceptances.", min=0)] = 0,
 ) -> None:
     """Find the best layout and settings for a workload."""
     from deepinfer.layout.placement import TYPICAL_LOAD
     from deepinfer.layout.plan import Slo
+    from planner.pipeline import run_search
     from planner.problem import Question, make_problem
-    from planner.search import run_search
 
     if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
         raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
@@ -137,7 +138,7 @@ def search(
     if out is not None:
         _check_writable(out)
     with _progress(quiet=as_json) as tell:
-        result = run_search(problem, jobs or -1, tell)
+        result = run_search(problem, jobs or -1, tell, executor)
     paths: list[Path] = []
     if out is not None:
         from planner.report import write_report

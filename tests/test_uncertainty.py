@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from planner.pipeline import make_screen
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import Cost, CostModel, CostProfile, load_profile
@@ -37,7 +38,6 @@ from deepinfer.model.hf import load_model
 from planner.problem import Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
 from planner.screen import PoolChoice
-from planner.search import make_screen
 from planner.uncertainty import bands_json, bands_line, compare, compared_words, output_band, plan_parts
 from planner.validate.outcome import Outcome, validate
 from planner.validate.statistics import GroupStats, group_stats
