@@ -7,7 +7,6 @@ import math
 import statistics
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -26,18 +25,18 @@ from deepinfer.cost.uncertainty import (
     step_band,
     step_parts,
 )
+from deepinfer.engine.simulate import simulate_plan
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.ops import Operator, Work
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.plan import Plan
+from deepinfer.layout.plan import LayoutSpec, Plan, Pool, PoolRole
+from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
-from planner.problem import Question, make_problem
-from planner.refine import choose_points, make_plan, run_finalist
-from planner.screen import PoolChoice
-from planner.search import make_screen
+from deepinfer.scheduler.speculation import Acceptance
+from deepinfer.workload.spec import ClosedLoop, FixedLength, Workload
 from planner.uncertainty import bands_json, bands_line, compare, compared_words, output_band, plan_parts
 from planner.validate.outcome import Outcome, validate
 from planner.validate.statistics import GroupStats, group_stats
@@ -169,15 +168,22 @@ def _at_most(group: GroupStats, most: float) -> bool:
 
 
 @lru_cache
-def finalists() -> tuple[Plan, ...]:
+def finalists() -> tuple[Plan, Plan]:
     """Two simulated plans: V3 on 16 H200 in one pool, and in two."""
-    found = []
-    for pools in ("mixed", "split"):
-        asked = make_problem(Question(16, "deepseek-v3", "h200", 1000, 200, pools=cast("PoolChoice", pools)))
-        screening = make_screen(asked).run()
-        (point,) = choose_points(asked, screening, [], 1, spread=0)
-        found.append(run_finalist(point, make_plan(asked, screening, point)).plan)
-    return tuple(found)
+    eight = LayoutSpec(dp=8, ep=8)
+    settings = EngineSettings(max_num_seqs=16, max_tokens_per_step=2048)
+    mixed = (Pool(replicas=2, layout=eight, settings=settings),)
+    roles: tuple[PoolRole, PoolRole] = ("prefill", "decode")
+    split = tuple(Pool(role=role, replicas=1, layout=eight, settings=settings) for role in roles)
+    return _simulated(mixed), _simulated(split)
+
+
+def _simulated(pools: tuple[Pool, ...]) -> Plan:
+    loop = ClosedLoop(concurrency=96, ramp_s=1.0, warm_up_s=4.0)
+    workload = Workload(isl=FixedLength(tokens=2000), osl=FixedLength(tokens=100), arrivals=loop, num_requests=400)
+    acceptance = Acceptance(rates=(0.7,), source="chosen for the test")
+    plan = Plan(model="deepseek-v3", hardware="h200", gpus=16, pools=pools, workload=workload, acceptance=acceptance)
+    return plan.model_copy(update={"prediction": simulate_plan(plan)})
 
 
 def test_output_weighs_pools_by_the_time_that_a_request_spends_in_them() -> None:
