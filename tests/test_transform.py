@@ -225,9 +225,9 @@ def test_fused_experts_against_published_kernels(model: str, rows: int, microsec
 
 @pytest.mark.parametrize(("ep", "rows", "microseconds"), [(8, 64, 356), (32, 64, 161), (8, 512, 408), (32, 512, 313)])
 def test_fused_experts_against_kernels_on_gb200(ep: int, rows: int, microseconds: float) -> None:
-    """DeepGEMM PR 323, V4-Pro, balanced."""
+    """DeepGEMM PR 323, V4-Pro, balanced; a later version, at lower peaks, is faster (PR 316), and fitted."""
     predicted = kernel_s(PRO, "gb200-nvl72", ep, float(rows), ("fused_experts",), fused=True)
-    assert 0.8 < predicted / (microseconds * 1e-6) < 1.25
+    assert 0.7 < predicted / (microseconds * 1e-6) < 1.25
 
 
 @pytest.mark.parametrize("model", [FLASH, PRO])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from planner.pipeline import make_screen
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import Cost, CostModel, CostProfile, load_profile

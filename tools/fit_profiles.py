@@ -32,6 +32,7 @@ from kernel_data import (
     deepep_v2_nvlink,
     elementwise,
     fused_moe,
+    fused_moe_published,
     gemm,
     grouped_gemm,
     index_score,
@@ -247,10 +248,12 @@ def products(hopper: bool) -> list[Entry]:
         Entry("grouped_gemm.fp8", AROUND, MOE, balanced, (TILE,), max_rows=60),
         Entry(
             "fused_moe.fp8",
-            ROOFLINE[:3],
+            (*ROOFLINE[:3], "per_peer_s"),
             {"dsv4_megamoe_module.": fused_moe},
             "balanced, 1 to 32,768 tokens a rank, EP4 to EP32; share of NVLink as of combine's kernels",
             (NVLINK, HIDDEN),
+            published=fused_moe_published(),
+            published_what="DeepGEMM PR 316: V4-Flash and V4-Pro, EP8 on B200",
         ),
         Entry(
             "grouped_gemm.fp4",

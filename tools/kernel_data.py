@@ -76,7 +76,7 @@ def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, max_local: int, floor_m
     Gate and up products pass to the down product through other kernels, in BF16: the activations.
 
     Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
-    read up to EP8. V3's routing picks groups first: where kernels route (all but those behind a dispatch) its "balanced"
+    read up to EP8. V3's routing picks groups first: where kernels route (all not behind a dispatch) its "balanced"
     rows land on some of the experts and ranks only, so these are left out. On Hopper, CUTLASS is read up to 32 rows an
     expert: from there it falls behind DeepGEMM, at 128 by a factor of two. `wideep_context_moe` holds 0.3-0.5 ms of
     launches: read from 1 ms.
@@ -271,4 +271,18 @@ def fused_moe(t: Array, name: str) -> Rows:
     touched = np.minimum(t["num_experts"] / ep, rows)
     read = touched * weights * (0.5 + 1 / 32) + rows * hidden * 33 / 32
     sent = sent_bytes(tokens * hidden * (33 / 32 + 2), ep, t["num_experts"], topk)
-    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, rows / touched, scale_up=sent)
+    work = 2 * rows * weights, read, rows * hidden * 2, rows / touched
+    return Rows(name, t["latency"] * 1e-3, *work, peers=ep, scale_up=sent)
+
+
+def fused_moe_published() -> Rows:
+    """DeepGEMM PR 316, MegaMoE over 8 B200: V4-Flash and V4-Pro at 1, 512, 8,192 and 32,768 tokens a rank."""
+    tokens = np.tile([1.0, 512.0, 8192.0, 32768.0], 2)
+    hidden, width, experts = (np.repeat(pair, 4) for pair in ((4096.0, 7168.0), (2048.0, 3072.0), (256.0, 384.0)))
+    us = np.array([56.5, 146.5, 1283.0, 4856.0, 108.1, 369.6, 2819.0, 10655.0])
+    rows, weights = tokens * 6, 3.0 * hidden * width
+    touched = np.minimum(experts / 8, rows)
+    read = touched * weights * (0.5 + 1 / 32) + rows * hidden * 33 / 32
+    sent = sent_bytes(tokens * hidden * (33 / 32 + 2), 8.0, experts, 6.0)
+    work = 2 * rows * weights, read, rows * hidden * 2, rows / touched
+    return Rows("b200", us * 1e-6, *work, peers=8.0, scale_up=sent)

@@ -13,6 +13,7 @@ from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.ops import OpKind
 from deepinfer.graph.shape import Sequences, StepShape
 from planner.validate.kernels import kernel_step
 from planner.validate.mapping import Case, map_case
@@ -215,17 +216,22 @@ def _tau(case: Case) -> float:
 
 
 def _timed(case: Case, title: str, phase: Phase, nextn: int, shape: StepShape) -> TimedStep:
-    """A step with its host time, what exceeds the device's or the gap to the next step; single forwards have none."""
+    """A step with its host time, what exceeds the device's or the gap to the next step, and what ranks wait for others.
+
+    Single forwards have no host time.
+    """
     graph = build_graph(case.model, case.layout, case.cluster, _features(case, phase, nextn))
     device_s = float(step_cost(graph, shape, case.costs).seconds)
+    exchanges = sum(graph.operators[step.operator].kind is OpKind.DISPATCH for step in graph.steps)
+    waiting_s = exchanges * case.engine.exchange_wait_s
     if case.host is None or case.target.kind == "step":
-        return TimedStep(title, graph, shape, device_s, 0.0)
+        return TimedStep(title, graph, shape, device_s, waiting_s)
     count, captured = math.ceil(shape.decode.count) if shape.decode else 0, not shape.prefill
     busy_s = case.host.submit_seconds(count, len(graph.steps), captured) + case.host.deliver_seconds(count)
     if not captured:
         busy_s = max(busy_s, case.engine.eager_seconds(case.model))
-    host_s = max(case.host.step_gap_s.value, busy_s - device_s)
-    return TimedStep(title, graph, shape, device_s, host_s)
+    host_s = max(case.host.step_gap_s.value, busy_s - device_s - waiting_s)
+    return TimedStep(title, graph, shape, device_s, host_s + waiting_s)
 
 
 def _features(case: Case, phase: Phase, nextn: int) -> GraphFeatures:

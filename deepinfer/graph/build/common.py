@@ -27,8 +27,8 @@ PREFILL_GATHER_REUSE = 8.0
 """Neighbouring prompt rows select overlapping entries: a gathered entry serves this many rows from L2.
 An assumption shared with the fit of `sparse_attention_prefill` (tools/fit_profiles.py)."""
 
-SPARSE_PREFILL_HEADS = 64
-"""Sparse prefill kernels compute so many heads at least (FlashMLA README: h_q is 64 or 128): fewer are padded."""
+SPARSE_HEADS = 64
+"""Sparse kernels compute so many heads at least (FlashMLA README: h_q is 64 or 128); V4's decode has one of its own."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from deepinfer.graph.build.common import (
     ACTIVATION_BYTES,
     FP8_ACTIVATION_BYTES,
     PREFILL_GATHER_REUSE,
-    SPARSE_PREFILL_HEADS,
+    SPARSE_HEADS,
     BuildContext,
     OperatorList,
     RowsOf,
@@ -174,7 +174,7 @@ def _sparse_attention(
     """Attention over the window and the selected entries; every row gathers its own."""
     kv, heads = ctx.model.kv, ctx.heads(attention.num_heads)
     if phase == "prefill":
-        heads = max(heads, SPARSE_PREFILL_HEADS)
+        heads = max(heads, SPARSE_HEADS)
     q_dim = heads * attention.head_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 
