@@ -4,8 +4,8 @@
 
 A spread is the smallest with which `SHARE_FITTED` of the residuals lie in their band, beyond what the operators of each
 entry contribute. Families (an engine on an accelerator, or a kernel) weigh as the square root of their rows, so that
-the best measured one does not decide. The table then leaves each family out: its coverage by spreads fitted without it, as
-an unseen one's.
+the best measured one does not decide. The table then leaves each family out: its coverage by spreads fitted without it,
+as an unseen one's.
 """
 
 from __future__ import annotations
