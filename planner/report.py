@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
-from typing import cast
 
-import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from deepinfer.cost.model import CostModel
@@ -25,10 +26,18 @@ from planner.describe import (
     serving_deployment,
     step_breakdown,
 )
+from planner.economics import economics_line
+from planner.pipeline import SearchResult
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
 from planner.refine import Finalist
-from planner.screen import Candidate, Points, pareto
-from planner.search import SearchResult
+from planner.uncertainty import (
+    ACCEPTANCE_LINE,
+    bands_line,
+    compare,
+    compared_words,
+    output_band,
+    tpot_band,
+)
 
 
 def finalists_table(result: SearchResult, top: int) -> Table:
@@ -45,6 +54,14 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     for rank, finalist in enumerate(result.finalists[:top], start=1):
         table.add_row(str(rank), *_finalist_row(result, finalist), style="bold" if rank == 1 else None)
     return table
+
+
+def finalists_text(result: SearchResult, top: int) -> str:
+    """The same as plain text."""
+    console = Console(file=StringIO(), width=100, highlight=False, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(finalists_table(result, top))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
@@ -87,7 +104,7 @@ def markdown_report(result: SearchResult) -> str:
         f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
         f"## The plan\n\n{describe_pools(plan)}.",
         _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
-        _cost_line(result),
+        f"Cost and energy: {economics_line(plan)}.",
         "![latency against throughput](pareto.png)",
         "## Why this one\n\n" + why_lines(result),
         "![what the mean step is made of](step_breakdown.png)",
@@ -100,17 +117,6 @@ def markdown_report(result: SearchResult) -> str:
         "same figures; `planner show plan.json` prints the plan.",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
-
-
-def _cost_line(result: SearchResult) -> str:
-    price = result.problem.cluster.accelerator.price_usd_per_hour
-    if price is None:
-        return ""
-    per_million = price.value / 3600 / result.winner.summary.output_tokens_per_s_per_gpu * 1e6
-    return (
-        f"At {price.value:g} {price.unit} per GPU ({price.source}, {price.date}) a million output tokens cost "
-        f"{per_million:.3f} USD, prompts included."
-    )
 
 
 def why_lines(result: SearchResult) -> str:
@@ -126,8 +132,13 @@ def why_lines(result: SearchResult) -> str:
     others = [f for f in result.finalists[1:] if result.feasible(f)]
     rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
     for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(result.worth(rival))}.")
+        distance = f"{_compared(result.worth(rival))}, {_significance(result, rival)}"
+        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {distance}.")
     return " ".join(lines)
+
+
+def _significance(result: SearchResult, rival: Finalist) -> str:
+    return compared_words(compare(rival.plan, result.plan, result.worth(rival)))
 
 
 def _layout(finalist: Finalist) -> object:
@@ -177,6 +188,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
         f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
         f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
         f"graph padded to {settings.graph_rows} rows.",
+        f"Uncertainty: {bands_line(result.plan)}. {ACCEPTANCE_LINE}",
         "No weights of this model have been run by this project: figures are simulated, not measured.",
     ]
 
@@ -186,54 +198,36 @@ def _markdown_finalists(result: SearchResult) -> str:
     header = (
         "", "engines", "requests/GPU", "prompt rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
         f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
+        "80% band of output", "of TPOT",
     )  # fmt: skip
     points = result.screening.points
     rows = [
-        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}")
+        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}", *_bands(f))
         for rank, f in enumerate(result.finalists, start=1)
     ]
     return _markdown_table(header, rows)
 
 
+def _bands(finalist: Finalist) -> tuple[str, str]:
+    if finalist.failure:
+        return "-", "-"
+    return str(output_band(finalist.plan)), str(tpot_band(finalist.plan))
+
+
 def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
-    """Screened points that no other beats in speed per user and output per GPU, at most so many along the front."""
-    points = result.screening.points
-    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
-    chosen = front[np.unique(np.linspace(0, len(front) - 1, min(most, len(front))).astype(int))]
-    rows: list[dict[str, object]] = []
-    for i in chosen:
-        candidate = result.screening.candidates[points.candidate[i]]
-        rows.append(
-            {
-                "engines": str(candidate),
-                "requests_per_gpu": float(points.max_num_seqs[i] / candidate.kind.layout.replica_ranks),
-                "prompt_rows_per_gpu": _rows_of(points, candidate, int(i)),
-                "nextn": int(points.nextn[i]),
-                "tokens_per_s_per_user": float(1.0 / points.tpot_s[i]),
-                "output_tokens_per_s_per_gpu": float(points.output_per_gpu[i]),
-                "mean_ttft_s": float(points.ttft_s[i]),
-            }
-        )
-    return rows
-
-
-def _rows_of(points: Points, candidate: Candidate, index: int) -> float:
-    """Prompt rows of a step on a GPU of the pool that prefills."""
-    if candidate.prefill is not None:
-        return float(points.prefill_rows[index] / candidate.prefill.layout.replica_ranks)
-    return float(points.chunk_rows[index] / candidate.kind.layout.replica_ranks)
+    """The Pareto front for JSON."""
+    return [asdict(point) for point in result.pareto(most)]
 
 
 def _markdown_pareto(result: SearchResult) -> str:
     rows = [
         (
-            str(p["engines"]), f"{p['requests_per_gpu']:g}", f"{p['prompt_rows_per_gpu']:g}", str(p["nextn"]),
-            f"{p['tokens_per_s_per_user']:.1f}", f"{p['output_tokens_per_s_per_gpu']:,.0f}",
-            format_seconds(cast("float", p["mean_ttft_s"])),
+            p.engines, f"{p.requests_per_gpu:g}", f"{p.prompt_rows_per_gpu:g}", str(p.nextn),
+            f"{p.tokens_per_s_per_user:.1f}", f"{p.output_tokens_per_s_per_gpu:,.0f}", format_seconds(p.mean_ttft_s),
         )
-        for p in pareto_set(result)
+        for p in result.pareto()
     ]  # fmt: skip
-    header = ("engines", "requests/GPU", "prompt rows/GPU", "nextn", "replay", "tok/s/user", "output tok/s/GPU", "TTFT")
+    header = ("engines", "requests/GPU", "prompt rows/GPU", "nextn", "tok/s/user", "output tok/s/GPU", "TTFT")
     return "Screened means; finalists above are simulated.\n\n" + _markdown_table(header, rows)
 
 

@@ -201,7 +201,7 @@ class SteadyState:
         ttft_s = 0.5 * step_s
         if load.computed:
             # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
-            busy = np.minimum(share, 0.99)
+            busy = np.minimum(decoding * tau / load.osl * load.computed / chunk, 0.99)
             ttft_s = ttft_s + np.ceil(load.computed / chunk) * busy_s * (1.0 + busy / (2.0 * (1.0 - busy)))
         # Requests that wait for or run their prefill are not decoding.
         lifetime = ttft_s + load.osl / tau * step_s
@@ -234,7 +234,11 @@ class SteadyState:
         padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
         # Chunks do not matter here: many points are the same step.
         alike, index = np.unique(np.stack([decoding, padded, rows, context]), axis=1, return_inverse=True)
-        quiet = StepShape(Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]))
+        quiet = StepShape(
+            Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]),
+            mean_rows=alike[0] * alike[2],  # padding has no experts to go to
+            mean_kept_rows=alike[0] * alike[2],
+        )
         quiet_s = self._seconds(graph, quiet, alike[0], captured=True)[index.reshape(-1)]
         if not load.computed:
             return quiet_s, quiet_s
@@ -266,12 +270,21 @@ class SteadyState:
 
     def _seconds(self, graph: ExecutionGraph, shape: StepShape, requests: Floats, captured: bool) -> Floats:
         """Seconds from step to step: the longer of what the device and what the host need."""
-        host = self.host
-        device_s = np.asarray(step_cost(graph, shape, self._costs).seconds) + host.step_gap_s.value
-        host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
-            host.schedule_s_per_request.value + host.deliver_s_per_request.value
-        )
-        return np.maximum(device_s, host_s)
+        return step_seconds(graph, shape, self._costs, self.host, requests, captured)
+
+
+def step_seconds(
+    graph: ExecutionGraph, shape: StepShape, costs: CostModel, host: HostProfile, requests: Floats, captured: bool
+) -> Floats:
+    """Seconds from step to step: the longer of what the device and what the host need.
+
+    `requests` are those of an attention replica; steps that are not `captured` launch every kernel.
+    """
+    device_s = np.asarray(step_cost(graph, shape, costs).seconds) + host.step_gap_s.value
+    host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
+        host.schedule_s_per_request.value + host.deliver_s_per_request.value
+    )
+    return np.maximum(device_s, host_s)
 
 
 def _prompt_rows(prompts_per_step: Floats, computed: float, chunk: Floats) -> tuple[Floats, Floats]:

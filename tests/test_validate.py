@@ -17,7 +17,8 @@ from deepinfer.hardware.host import load_host
 from deepinfer.hardware.spec import load_hardware
 from planner.validate.explain import explain
 from planner.validate.mapping import map_case, map_layout
-from planner.validate.predict import Outcome, Prediction, predict, validate
+from planner.validate.outcome import Outcome, validate
+from planner.validate.predict import Prediction, predict
 from planner.validate.statistics import group_stats
 from planner.validate.targets import Target, TargetLayout, load_targets
 from tests.test_cli import run

@@ -98,15 +98,19 @@ class CostProfile(BaseModel):
     description: str
     operators: dict[str, OperatorParameters]
 
+    def key(self, kind: OpKind, precision: str) -> str:
+        """The name of the entry `kind.precision`, else of `kind`. Raises NoDataError when the profile has neither."""
+        for name in (f"{kind}.{precision}", str(kind)):
+            if name in self.operators:
+                return name
+        raise NoDataError(
+            f"cost profile {self.family} has no parameters for {kind} at {precision}; "
+            "calibrate it or add an entry with a source"
+        )
+
     def parameters(self, kind: OpKind, precision: str) -> OperatorParameters:
         """The entry `kind.precision`, else `kind`. Raises NoDataError when the profile has neither."""
-        found = self.operators.get(f"{kind}.{precision}") or self.operators.get(str(kind))
-        if found is None:
-            raise NoDataError(
-                f"cost profile {self.family} has no parameters for {kind} at {precision}; "
-                "calibrate it or add an entry with a source"
-            )
-        return found
+        return self.operators[self.key(kind, precision)]
 
 
 def load_profile(family: str) -> CostProfile:

@@ -20,7 +20,7 @@ from deepinfer.workload.spec import Workload
 
 PLAN_VERSION = 1
 
-Objective = Literal["throughput", "cost", "energy", "gpus"]
+Objective = Literal["throughput", "goodput", "cost", "energy", "gpus"]
 PoolRole = Literal["mixed", "prefill", "decode"]
 RouterName = Literal["round_robin", "least_loaded", "cache_aware"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from deepinfer.cost.model import CostModel
+from deepinfer.cost.model import CostModel, CostProfile
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import UsageError
 from deepinfer.hardware.host import HostProfile, load_host
@@ -63,10 +63,15 @@ class Case:
         return self.engine.chunk_rows(self.cluster.accelerator, self.replicas, self.target.stated_chunk)
 
 
-def map_case(target: Target) -> Case:
-    """The engine that an entry measured. Raises UsageError or NoDataError with the reason where there is none."""
+def map_case(target: Target, profile: CostProfile | None = None) -> Case:
+    """The engine that an entry measured, priced by its hardware's cost profile or the one given.
+
+    Raises UsageError or NoDataError with the reason where there is none.
+    """
     dies = target.layout.ranks_per_gpu
     costs = _costs(target.hardware, dies)
+    if profile is not None:
+        costs = CostModel(costs.accelerator, profile)
     model = _model(target, costs.accelerator)
     layout = map_layout(target.layout, target.gpus, target.hardware)
     engine = load_engine(target.engine)

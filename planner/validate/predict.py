@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.errors import DeepinferError, UsageError
+from deepinfer.cost.model import CostProfile
+from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
@@ -56,45 +57,23 @@ class Prediction:
     steps: WeightedSteps
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """An entry with its prediction, or with the reason why there is none."""
+def predict(target: Target, profile: CostProfile | None = None) -> Prediction:
+    """The prediction of one entry, with another cost profile than its hardware's if one is given.
 
-    target: Target
-    prediction: Prediction | None
-    reason: str | None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one; None without a prediction."""
-        return None if self.prediction is None else self.prediction.value / self.target.value - 1.0
-
-
-def validate(targets: list[Target]) -> list[Outcome]:
-    """Every entry predicted, or with a reason."""
-    outcomes = []
-    for target in targets:
-        try:
-            outcomes.append(Outcome(target, predict(target), None))
-        except DeepinferError as error:
-            outcomes.append(Outcome(target, None, str(error)))
-    return outcomes
-
-
-def predict(target: Target) -> Prediction:
-    """The prediction of one entry. Raises a `DeepinferError` with the reason where there is none."""
+    Raises a `DeepinferError` with the reason where there is none.
+    """
     if target.metric == "ratio":
-        return _ratio(target)
-    return _KINDS[target.kind](map_case(target))
+        return _ratio(target, profile)
+    return _KINDS[target.kind](map_case(target, profile))
 
 
-def _ratio(target: Target) -> Prediction:
+def _ratio(target: Target, profile: CostProfile | None) -> Prediction:
     """Throughput with the entry's overlap over the throughput without."""
     if target.kind == "kernel":
         raise UsageError("a ratio of kernels is not defined by the schema")
     rate = target.model_copy(update={"metric": "tokens_per_s_per_gpu"})
     plain = rate.model_copy(update={"layout": target.layout.model_copy(update={"overlap": "none"})})
-    with_overlap, without = predict(rate), predict(plain)
+    with_overlap, without = predict(rate, profile), predict(plain, profile)
     value = with_overlap.value / without.value
     return Prediction(value, value, value, with_overlap.steps)
 
