@@ -11,7 +11,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-from planner.pipeline import make_screen
 
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import Cost, CostModel, CostProfile, load_profile
@@ -35,6 +34,7 @@ from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan
 from deepinfer.model.hf import load_model
+from planner.pipeline import make_screen
 from planner.problem import Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
 from planner.screen import PoolChoice
