@@ -214,7 +214,9 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
 
 def _print_result(result: Any, top: int, as_json: bool) -> None:
     from planner.describe import describe_pools
-    from planner.report import finalists_table, pareto_set, why_lines
+    from planner.economics import economics_line
+    from planner.reasons import why_lines
+    from planner.report import finalists_table, pareto_set
     from planner.uncertainty import bands_line
 
     if as_json:
@@ -242,7 +244,8 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     )
     console.print(finalists_table(result, top))
     console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
-    console.print(f"[bold]why[/]: {why_lines(result)}", soft_wrap=True)
+    console.print(f"[bold]why[/]: {' '.join(why_lines(result, result.explain()))}", soft_wrap=True)
+    console.print(f"[bold]costs[/]: {economics_line(result.plan)}", soft_wrap=True)
     console.print(f"[bold]bands[/]: {bands_line(result.plan)}", soft_wrap=True)
     tau = result.winner.summary.tau
     console.print(

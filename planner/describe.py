@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
@@ -44,9 +46,11 @@ def engines(plan: Plan) -> str:
 
 
 def _short(layout: ParallelLayout) -> str:
-    """The layout without its dp, where the other degrees give it."""
+    """The layout without its dp, where the other degrees give it, and with its redundant experts as a number."""
     derived = f"dp{layout.step_group // layout.replica_ranks}"
-    return " ".join(part for part in str(layout).split() if part != derived)
+    shown = str(replace(layout, redundant_experts=0)).split()
+    redundant = f"+{layout.redundant_experts}" if layout.redundant_experts else ""
+    return " ".join(part for part in shown if part != derived) + redundant
 
 
 def unused_gpus(plan: Plan) -> int:

@@ -10,10 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from deepinfer.cost.model import CostModel
-from deepinfer.engine.deployment import Deployment
 from deepinfer.files import write_file
-from deepinfer.graph.build.common import PREFILL_GATHER_REUSE
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.text import summary_lines
 from deepinfer.units import format_seconds
@@ -27,14 +24,12 @@ from planner.describe import (
     step_breakdown,
 )
 from planner.economics import economics_line
+from planner.explain import Explanation
 from planner.pipeline import SearchResult
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
+from planner.reasons import assumption_lines, why_lines
 from planner.refine import Finalist
 from planner.uncertainty import (
-    ACCEPTANCE_LINE,
-    bands_line,
-    compare,
-    compared_words,
     output_band,
     tpot_band,
 )
@@ -96,7 +91,7 @@ def _prompt_rows_per_gpu(plan: Plan) -> float:
 def markdown_report(result: SearchResult) -> str:
     """The report of a search, from question to assumptions; the same search gives the same text."""
     problem, plan = result.problem, result.plan
-    deployment = serving_deployment(plan)
+    deployment, explanation = serving_deployment(plan), result.explain()
     slo = problem.slo
     sections = [
         f"# {problem.model.name} on {problem.num_gpus} x {problem.hardware_name}",
@@ -106,8 +101,9 @@ def markdown_report(result: SearchResult) -> str:
         _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
         f"Cost and energy: {economics_line(plan)}.",
         "![latency against throughput](pareto.png)",
-        "## Why this one\n\n" + why_lines(result),
+        "## Why this one\n\n" + "\n\n".join(why_lines(result, explanation)),
         "![what the mean step is made of](step_breakdown.png)",
+        "## What would change it\n\n" + _markdown_what_ifs(explanation),
         "## Finalists\n\n" + _markdown_finalists(result),
         "## Pareto set\n\n" + _markdown_pareto(result),
         "## Memory of one GPU\n\n" + _markdown_pairs(("item", "size"), memory_lines(deployment)),
@@ -119,78 +115,13 @@ def markdown_report(result: SearchResult) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def why_lines(result: SearchResult) -> str:
-    """What the chosen plan's step is made of, what a rate leaves unused, and how far the next finalists are."""
-    items, title = step_breakdown(result.plan)
-    total = sum(i.seconds for i in items)
-    top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:5])
-    exposed = sum(i.seconds for i in items if i.stream == "comm") / total
-    step = f"Its {title} takes {format_seconds(total)} on the device: {top}"
-    lines = [f"{step}; communication that nothing hides is {exposed:.0%}."]
-    if result.problem.load.rate is not None:
-        lines.append(_rate_line(result))
-    others = [f for f in result.finalists[1:] if result.feasible(f)]
-    rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
-    for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        distance = f"{_compared(result.worth(rival))}, {_significance(result, rival)}"
-        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {distance}.")
-    return " ".join(lines)
-
-
-def _significance(result: SearchResult, rival: Finalist) -> str:
-    return compared_words(compare(rival.plan, result.plan, result.worth(rival)))
-
-
-def _layout(finalist: Finalist) -> object:
-    return [pool.layout for pool in finalist.plan.pools]
-
-
-def _rate_line(result: SearchResult) -> str:
-    """How much of the plan a given rate uses."""
-    rate, capacity = result.problem.load.rate or 0.0, result.capacity_rps(result.winner)
-    worth = rate / capacity * result.problem.num_gpus
-    return (
-        f"It could serve about {capacity:.3g} requests/s within the limits (screened means): {rate:g} requests/s use "
-        f"{rate / capacity:.1%} of it, the work of {worth:.1f} of its GPUs. Plans are ranked by that capacity."
+def _markdown_what_ifs(explanation: Explanation) -> str:
+    text = (
+        "The same engines screened again with one thing changed, and their settings free: output (under a rate, the "
+        "requests/s they could serve) beside now. What gains most is what binds."
     )
-
-
-def _compared(ratio: float) -> str:
-    """An output or a capacity beside the best one's, in words."""
-    if abs(ratio - 1.0) < 0.005:
-        return "the same within 0.5%"
-    return f"{abs(1.0 - ratio):.1%} {'less' if ratio < 1 else 'more'}"
-
-
-def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
-    """What the figures rest on, each with its source."""
-    problem, settings = result.problem, deployment.settings
-    tau = problem.acceptance.tau(settings.nextn)
-    costs = CostModel(deployment.cluster.accelerator)
-    graph = deployment.graph()
-    kinds = sorted({operator.kind for operator in graph.operators})
-    sources: dict[str, list[str]] = {}
-    for name, parameters in costs.profile.operators.items():
-        if name.split(".")[0] in kinds:
-            sources.setdefault(parameters.kind, []).append(name)
-    profile = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(sources.items()))
-    return [
-        f"Acceptance ({problem.acceptance.convention}): {tau:.3f} tokens kept per step at nextn {settings.nextn}; "
-        f"{problem.acceptance.source}.",
-        f"Operator costs: profile `{costs.profile.family}` ({profile}); the file gives each entry's rows and error.",
-        "Expert load: uniform routing with its sampling noise; no popularity skew, no redundant experts.",
-        "Dispatch, expert products and combine are separate kernels; only the shared expert overlaps them. Fused "
-        "kernels (MegaMoE: 1.6 to 2 times as fast on SM100 by its authors) and two-batch overlap are not modelled.",
-        "Replicas of a step group prefill when they have a prompt, without waiting for each other; a dispatch sends "
-        "one copy per destination rank, also between hosts.",
-        f"Neighbouring prompt rows share gathered KV entries {PREFILL_GATHER_REUSE:g} times: an assumption that binds "
-        "nothing while prefill attention is compute-bound.",
-        f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
-        f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
-        f"graph padded to {settings.graph_rows} rows.",
-        f"Uncertainty: {bands_line(result.plan)}. {ACCEPTANCE_LINE}",
-        "No weights of this model have been run by this project: figures are simulated, not measured.",
-    ]
+    rows = [(w.group, w.name, f"{w.ratio - 1.0:+.1%}" if w.ratio else "nothing feasible") for w in explanation.what_ifs]
+    return text + "\n\n" + _markdown_table(("", "if", "output"), rows)
 
 
 def _markdown_finalists(result: SearchResult) -> str:

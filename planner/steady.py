@@ -203,6 +203,8 @@ class SteadyState:
             # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
             busy = np.minimum(decoding * tau / load.osl * load.computed / chunk, 0.99)
             ttft_s = ttft_s + np.ceil(load.computed / chunk) * busy_s * (1.0 + busy / (2.0 * (1.0 - busy)))
+            # Where prefill is the bottleneck, the requests that do not decode queue for it (Little's law).
+            ttft_s = np.maximum(ttft_s, (seqs - decoding) * step_s * load.osl / (decoding * tau))
         # Requests that wait for or run their prefill are not decoding.
         lifetime = ttft_s + load.osl / tau * step_s
         served = np.minimum(seqs / lifetime, decoding * tau / step_s / load.osl)
