@@ -340,6 +340,7 @@ BORROWED = {
     "gather": ("elementwise", "as copies of rows; short scattered rows will do worse"),
     "gemm.tf32": ("gemm.bf16", "against the TF32 peak"),
     "grouped_gemm.bf16": ("grouped_gemm.fp8", "against the BF16 peak"),
+    "fused_moe.fp4": ("fused_moe.fp8", "against the FP4 peak"),
     "index_score.fp4": ("index_score.fp8", "at the rate of FP8 keys"),
     "index_score.bf16": ("index_score.fp8", "against the BF16 peak"),
 }
@@ -357,6 +358,8 @@ def add_unmeasured(family: str, profile: Profile) -> None:
     source = "no data of its own: start-up and share of bandwidth of Blackwell's topk; " if foreign else ""
     profile["topk"] = {**TOP_K, "kind": "roofline" if foreign else "published", "source": source + TOP_K_SOURCE}
     for key, (near, why) in BORROWED.items():
+        if near not in profile:
+            continue
         source = f"no data of its own: borrowed from {near}, {why}"
         values = {name: value for name, value in profile[near].items() if name not in EVIDENCE}
         profile[key] = {**values, "kind": "roofline", "source": source}
