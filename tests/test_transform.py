@@ -20,7 +20,7 @@ from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import Block, ExecutionGraph
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape
-from deepinfer.graph.transform import TAKEN_BY_EXCHANGE, fuse_moe, two_batch_overlap
+from deepinfer.graph.transform import SLOWED_EXCHANGE, TAKEN_BY_EXCHANGE, fuse_moe, two_batch_overlap
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
@@ -128,10 +128,11 @@ def test_two_batches_do_the_work_of_one_but_read_weights_twice(model: str) -> No
     one, two = (graph(model, "h800", layout, overlap=o, load=EVEN) for o in (False, True))
     shape = StepShape(Sequences.decoding(512.0, 0.0, 3000.0), (Sequences(2.0, 3000.0, 500.0, 3000.0, 1.0),))
     before, after = totals(one, shape), totals(two, shape)
-    beside = 1 - TAKEN_BY_EXCHANGE * (1 - 256 / shape.half.rows)
+    large = 1 - 256 / shape.half.rows
+    beside, slowed = 1 - TAKEN_BY_EXCHANGE * large, 1 + (SLOWED_EXCHANGE - 1) * large
     assert after["flops"] * beside == pytest.approx(before["flops"], rel=1e-9)
     assert after["written"] == pytest.approx(before["written"], rel=1e-9)
-    assert after["up"] == pytest.approx(before["up"], rel=1e-9)
+    assert after["up"] == pytest.approx(before["up"] * slowed, rel=1e-9)
     # What is read beyond the rows: the intercept of two steps that touch all experts.
     weights = 2 * totals(one, decode(4096.0))["read"] - totals(one, decode(8192.0))["read"]
     assert after["read"] - before["read"] == pytest.approx(weights, rel=0.02)
@@ -174,10 +175,10 @@ def test_two_batches_lose_on_small_decode_batches_and_win_on_large_ones() -> Non
 
 @pytest.mark.parametrize("rows", [4096.0, 8192.0])
 def test_two_batches_gain_in_prefill(rows: float) -> None:
-    """SGLang on H100, EP32: +27 to +35% at the same tokens. Ours is up to +50%: see DECISIONS."""
+    """SGLang on H100, EP32: +27 to +35% at the same tokens."""
     layout = ParallelLayout(dp=32, ep=32, redundant_experts=32)
     shape = StepShape(None, (Sequences(rows / 1024, 1024.0, 0.0, 1024.0, 1.0),))
-    assert 1.2 < gain(layout, "prefill", shape) < 1.55
+    assert 1.2 < gain(layout, "prefill", shape) < 1.4
 
 
 # --- fused experts --------------------------------------------------------------------------------------------------

@@ -340,6 +340,7 @@ BORROWED = {
     "gather": ("elementwise", "as copies of rows; short scattered rows will do worse"),
     "gemm.tf32": ("gemm.bf16", "against the TF32 peak"),
     "grouped_gemm.bf16": ("grouped_gemm.fp8", "against the BF16 peak"),
+    "fused_moe.fp4": ("fused_moe.fp8", "against the FP4 peak"),
     "index_score.fp4": ("index_score.fp8", "at the rate of FP8 keys"),
     "index_score.bf16": ("index_score.fp8", "against the BF16 peak"),
 }
@@ -357,6 +358,8 @@ def add_unmeasured(family: str, profile: Profile) -> None:
     source = "no data of its own: start-up and share of bandwidth of Blackwell's topk; " if foreign else ""
     profile["topk"] = {**TOP_K, "kind": "roofline" if foreign else "published", "source": source + TOP_K_SOURCE}
     for key, (near, why) in BORROWED.items():
+        if near not in profile:
+            continue
         source = f"no data of its own: borrowed from {near}, {why}"
         values = {name: value for name, value in profile[near].items() if name not in EVIDENCE}
         profile[key] = {**values, "kind": "roofline", "source": source}
@@ -388,7 +391,8 @@ def fit_family(root: Path, family: str, left_out: str | None = None) -> Profile:
             off = 100 * np.abs(predict([entry.published], entry.key, fit.values) / entry.published.seconds - 1)
             source += f"; {off.size} published points, fitted (weight {WEIGHT:g}), off by {np.median(off):.0f} % "
             source += f"in the median ({entry.published_what})"
-        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted}
+        published = 0 if entry.published is None else entry.published.seconds.size
+        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted + published}
         evidence["log_error_sigma"] = float(f"{(high - low) / 2:.2g}")
         profile[entry.key] = {**fit.values, **evidence, "kind": entry.kind, "source": source}
         numbers = " ".join(f"{name}={value:g}" for name, value in fit.values.items())

@@ -35,6 +35,8 @@ MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
 NVFP4 = WeightFormat("nvfp4", "fp4", 0.5 + 1.0 / 16)
 # One byte a weight and a scale per output channel, which is nothing beside thousands of weights.
 INT8 = WeightFormat("int8", "fp8", 1.0)
+# Groups of 32 with a BF16 scale; activations stay BF16 (Kimi-K2-Thinking's config, compressed-tensors W4A16).
+INT4 = WeightFormat("int4", "bf16", 0.5 + 2.0 / 32)
 _CONVERTIBLE = {INT8.name: INT8}
 
 

@@ -16,18 +16,28 @@ from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.model.hf import load_model
-from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
+from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT4, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
 from planner.validate.engines import EngineProfile, load_engine
 from planner.validate.targets import Target, TargetLayout
 
-_MODEL_ALIASES = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2-exp": "deepseek-v3.2"}
+# Checkpoints of one architecture (their config.json files agree in all that a graph is made of).
+_MODEL_ALIASES = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-0528": "deepseek-v3",
+    "deepseek-v3-0324": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-v3.2-exp": "deepseek-v3.2",
+    "kimi-k2-instruct": "kimi-k2",
+    "kimi-k2-thinking": "kimi-k2",
+}
+_HARDWARE_ALIASES = {"gb200": "gb200-nvl72", "gb300": "gb300-nvl72"}
 # Models whose later release ships a drafter that makes a block in one pass (DSpark) instead of one token.
 _BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731", "deepseek-v4-pro": "deepseek-v4-pro-dspark"}
 _BLOCK_LENGTH = 5
 RANDOM_TOKENS_SIGMA = 0.61
 """Spread of expert popularity on random ids: Gini 0.29 to 0.38, the middle (DODOCO, arXiv 2605.20982; 0.24 on text)."""
 _DIES_PER_ACCELERATOR = {"ascend-910c": 2}
-_FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4}
+_FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4, "int4": INT4}
 # Names of one entry's KV format in the order they are tried; INT8 records are as long as FP8's.
 _KV_NAMES = {
     "fp8": ("fp8", "fp8-v4", "mxfp8"),
@@ -123,7 +133,7 @@ def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout
 
 def _hardware(name: str) -> Accelerator:
     try:
-        return load_hardware(name)
+        return load_hardware(_HARDWARE_ALIASES.get(name, name))
     except UsageError:
         raise UsageError(f"hardware {name!r} is not in the catalog") from None
 

@@ -101,6 +101,9 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
 
     gather_context(ctx, ops, view, ctx.model.kv.main_bytes)
     ops.gemm("kv_b", ("kv", "keys_values"), cached, attention.kv_lora_rank, width, ctx.model.dense_format)
+    # Every head's keys are put together: their own part, and the rotated one that all heads share.
+    key_bytes = (heads * attention.nope_dim * ACTIVATION_BYTES, heads * q_head * ACTIVATION_BYTES)
+    ops.elementwise("assemble_keys", ("keys_values", "keys_values"), cached, key_bytes)
     ops.add(
         "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill
     )
