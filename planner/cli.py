@@ -95,6 +95,9 @@ def search(
     ] = None,
     prefill_hardware: Annotated[str | None, typer.Option(help="Prefill on accelerators of this kind instead.")] = None,
     prefill_gpus: Annotated[int | None, typer.Option(help="How many of them, beside --gpus.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster file: accelerators and network, instead of --gpus and --hardware.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, report.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
     top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
@@ -104,14 +107,9 @@ def search(
 ) -> None:
     """Find the best layout and settings for a workload."""
     from deepinfer.layout.placement import TYPICAL_LOAD
-    from deepinfer.layout.plan import Slo
     from planner.pipeline import run_search
     from planner.problem import Question, make_problem
 
-    if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
-        raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
-    if percentile not in (50, 90, 95, 99):
-        raise UsageError(f"--percentile must be 50, 90, 95 or 99, got {percentile}")
     if skew is not None and not 0 <= skew <= 3:
         raise UsageError(f"--skew must lie between 0 and 3, got {skew}")
     asked = Question(
@@ -123,7 +121,7 @@ def search(
         trace=trace,
         rate=rate,
         load=load,
-        slo=Slo(ttft_s=ttft, tpot_s=tpot, percentile=cast("Any", percentile)),
+        slo=_slo(ttft, tpot, percentile),
         objective=objective.value,
         acceptance=acceptance,
         seed=seed,
@@ -133,6 +131,7 @@ def search(
         expert_load=TYPICAL_LOAD if skew is None else TYPICAL_LOAD.model_copy(update={"sigma": skew}),
         prefill_hardware=prefill_hardware,
         prefill_gpus=prefill_gpus,
+        cluster=cluster,
     )
     problem = make_problem(asked)
     if out is not None:
@@ -147,6 +146,40 @@ def search(
     _print_result(result, top, as_json)
     if paths and not as_json:
         print("wrote " + ", ".join(str(p) for p in paths))
+
+
+@app.command()
+def survey(
+    gpus: Annotated[int, typer.Option(help="Accelerators of the cluster.")] = 64,
+    model: Annotated[str, typer.Option(help="Model cards, separated by commas.")] = "deepseek-v4.1-flash",
+    hardware: Annotated[str | None, typer.Option(help="Kinds, separated by commas [default: the catalog].")] = None,
+    isl: Annotated[int, typer.Option(help="Prompt tokens of a request.")] = 4000,
+    osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 1000,
+    ttft: Annotated[float, typer.Option(help="Limit on time to first token at p90, seconds.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Limit on time per output token at p90, seconds.")] = 0.030,
+    jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
+) -> None:
+    """Find the best plan on each kind of accelerator, as a Markdown table with cost and energy."""
+    from deepinfer.hardware.spec import hardware_names
+    from planner.problem import Question
+    from planner.survey import HEADER, survey_row
+    from planner.survey import survey as surveyed
+
+    question = Question(gpus=gpus, isl=isl, osl=osl, slo=_slo(ttft, tpot, 90))
+    names = hardware.split(",") if hardware else hardware_names()
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    for found in surveyed(question, model.split(","), names, jobs or -1):
+        print("| " + " | ".join(survey_row(found)) + " |", flush=True)
+
+
+def _slo(ttft: float, tpot: float, percentile: int) -> Any:
+    from deepinfer.layout.plan import Slo
+
+    if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
+        raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
+    if percentile not in (50, 90, 95, 99):
+        raise UsageError(f"--percentile must be 50, 90, 95 or 99, got {percentile}")
+    return Slo(ttft_s=ttft, tpot_s=tpot, percentile=cast("Any", percentile))
 
 
 @app.command()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
+from deepinfer.hardware.cluster import ClusterFile, Network, load_cluster
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
@@ -39,7 +40,8 @@ class Question:
     """What a user asks, as typed: names, numbers and files.
 
     `rate` is in requests/s for the whole cluster; `load` is the same in other words: `100req/s`, `155e12tok/day`.
-    `gpus` may be left out when their number is asked for; then it limits a single engine.
+    `gpus` may be left out when their number is asked for; then it limits a single engine. A `cluster` file takes the
+    place of `gpus` and `hardware`, for prefill too.
     """
 
     gpus: int | None = None
@@ -60,6 +62,7 @@ class Question:
     replay: Replay | None = None
     prefill_hardware: str | None = None
     prefill_gpus: int | None = None
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Problem:
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     host: HostProfile = field(default_factory=load_host)
+    network: Network | None = None
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
 
@@ -118,8 +122,11 @@ class Problem:
 
 def make_problem(question: Question) -> Problem:
     """Resolve and check a question. Raises UsageError or NoDataError in one sentence for what cannot be asked."""
+    network: Network | None = None
+    if question.cluster is not None:
+        question, network = _of_cluster(question, load_cluster(question.cluster))
     _check_numbers(question)
-    accelerator = load_hardware(question.hardware)
+    accelerator = _on_network(load_hardware(question.hardware), network)
     _check_objective(question.objective, accelerator)
     model = fit_to_hardware(load_model(question.model), accelerator)
     isl, osl, source, trace_requests = question.isl, question.osl, None, 0
@@ -152,8 +159,24 @@ def make_problem(question: Question) -> Problem:
         expert_load=question.expert_load,
         replay=_replay(model, question.replay),
         prefill_hardware_name=question.prefill_hardware,
-        prefill_cluster=_prefill_cluster(question),
+        prefill_cluster=_prefill_cluster(question, network),
+        network=network,
     )
+
+
+def _of_cluster(question: Question, cluster: ClusterFile) -> tuple[Question, Network | None]:
+    """The question with a cluster file's accelerators in it, and its network."""
+    if question.gpus is not None or question.prefill_gpus is not None or question.prefill_hardware is not None:
+        raise UsageError("--cluster says how many accelerators of which kind: it cannot be combined with --gpus")
+    serving, prefill = cluster.serving, cluster.prefill
+    filled = replace(question, cluster=None, gpus=serving.gpus, hardware=serving.hardware)
+    if prefill is not None:
+        filled = replace(filled, prefill_hardware=prefill.hardware, prefill_gpus=prefill.gpus)
+    return filled, cluster.network
+
+
+def _on_network(accelerator: Accelerator, network: Network | None) -> Accelerator:
+    return network.under(accelerator) if network else accelerator
 
 
 def problem_of(plan: Plan) -> Problem:
@@ -180,7 +203,11 @@ def problem_of(plan: Plan) -> Problem:
         prefill_hardware=own.hardware if own else None,
         prefill_gpus=own.gpus if own else None,
     )
-    return replace(make_problem(question), acceptance=plan.acceptance, host=load_host(plan.host))
+    problem = replace(make_problem(question), acceptance=plan.acceptance, host=load_host(plan.host))
+    if plan.network is None:
+        return problem
+    cluster = replace(problem.cluster, accelerator=plan.network.under(problem.cluster.accelerator))
+    return replace(problem, cluster=cluster, network=plan.network)
 
 
 def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
@@ -190,7 +217,7 @@ def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
     return asked or ("compact" if model.supports_compact_replay else "off")
 
 
-def _prefill_cluster(question: Question) -> ClusterSpec | None:
+def _prefill_cluster(question: Question, network: Network | None) -> ClusterSpec | None:
     """The accelerators set aside for prefill, if they are."""
     name, gpus = question.prefill_hardware, question.prefill_gpus
     if (name is None) != (gpus is None):
@@ -199,7 +226,7 @@ def _prefill_cluster(question: Question) -> ClusterSpec | None:
         return None
     if question.pools == "mixed":
         raise UsageError("--prefill-hardware sets a prefill pool aside: it contradicts --pools mixed")
-    return ClusterSpec(load_hardware(name), gpus)
+    return ClusterSpec(_on_network(load_hardware(name), network), gpus)
 
 
 def _check_numbers(question: Question) -> None:

@@ -92,6 +92,7 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
         slo=problem.slo,
         router=problem.router,
         expert_load=problem.expert_load,
+        network=problem.network,
     )
     if problem.load.rate is None:
         parts = parts_of(plan)

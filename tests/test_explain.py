@@ -66,7 +66,7 @@ def test_a_hot_expert_is_named() -> None:
 
 
 def test_too_little_room_for_kv_is_named(tmp_path: Path) -> None:
-    explanation = explain(answer(ask(changed(tmp_path, "h200", "hbm_bytes", 1.13e11))))
+    explanation = explain(answer(ask(changed(tmp_path, "h200", "hbm_bytes", 8.5e10))))
     assert explanation.binding is not None
     assert explanation.binding.name == "twice the HBM, for KV"
 
