@@ -174,6 +174,9 @@ class Screen:
             closer = points[i] = self._evaluate(where, kinds[i], i, nextns)
             enough = (1.0 + WORTH_A_VARIANT) * (self._best_per_gpu(kinds[i], closer) if closer else 0.0)
             for variant in where.space.variants(kinds[i]):
+                first = self._evaluate(coarse, variant, len(kinds), few)
+                if first is None or self._best_per_gpu(variant, first) < worth[i]:
+                    continue
                 found = self._evaluate(where, variant, len(kinds), nextns)
                 if found is not None and self._best_per_gpu(variant, found) >= enough:
                     points.append(found)
