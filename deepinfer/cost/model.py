@@ -231,7 +231,8 @@ def _rounded_maximum(a: Num, b: Num, sharpness: float) -> Num:
     values, slopes = _rounding(sharpness)
     at = ratio * float(_ROUNDING_CELLS)
     cell = at.astype(np.intp)
-    return high * (values.take(cell) + (at - cell) * slopes.take(cell))
+    rounded: Num = high * (values.take(cell) + (at - cell) * slopes.take(cell))
+    return rounded
 
 
 _ROUNDING_CELLS = 4096
