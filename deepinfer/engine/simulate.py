@@ -13,8 +13,9 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
-SAMPLED_REQUESTS = 2048
-"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many."""
+SAMPLED_REQUESTS, SAMPLED_BY_AN_ENGINE = 2048, 1024
+"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many; and
+those of an engine of a mixed pool, whose replicas are more alike: all of them decode and prefill."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -31,13 +32,14 @@ def simulate_plan(plan: Plan) -> Summary:
 def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
-    share of each, if need be of the attention replicas of a step group, as long as `SAMPLED_REQUESTS` decode. Poisson
+    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of a large engine, and of two
+    pools, it is a share of the attention replicas of a step group, as long as `SAMPLED_BY_AN_ENGINE` requests, or
+    `SAMPLED_REQUESTS` of the pool that decodes, run at once. Poisson
     arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
     little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
-    parts = _num_parts(deployments)
+    parts = _num_parts(deployments) if isinstance(arrivals, ClosedLoop) else _num_routed_parts(deployments)
     share: Arrivals
     match arrivals:
         case ClosedLoop(concurrency=users) if users % parts == 0:
@@ -52,11 +54,23 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
 
 
 def parts_of(plan: Plan) -> int:
-    """Into how many alike parts a plan's pools are divided, of which one is simulated."""
+    """Into how many alike parts a plan's pools are divided in a closed loop, of which one is simulated."""
     return _num_parts(resolve(plan))
 
 
 def _num_parts(deployments: tuple[Deployment, ...]) -> int:
+    if len(deployments) > 1:
+        return _num_routed_parts(deployments)
+    (engines,) = deployments
+    replicas, requests = engines.replicas_per_group, engines.replicas_per_group * engines.settings.max_num_seqs
+    if engines.step_groups > engines.replicas:
+        return engines.replicas
+    shares = [k for k in range(2, replicas + 1) if replicas % k == 0 and requests // k >= SAMPLED_BY_AN_ENGINE]
+    return engines.replicas * max(shares, default=1)
+
+
+def _num_routed_parts(deployments: tuple[Deployment, ...]) -> int:
+    """Parts of whole engines where there is one pool, and shared out at random."""
     if len(deployments) == 1:
         return deployments[0].replicas
     common = math.gcd(*(d.attention_replicas for d in deployments))
