@@ -6,7 +6,7 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -20,9 +20,33 @@ class ObjectiveName(StrEnum):
     """Goals of a search."""
 
     THROUGHPUT = "throughput"
+    GOODPUT = "goodput"
     COST = "cost"
     ENERGY = "energy"
     GPUS = "gpus"
+
+
+class PoolsName(StrEnum):
+    """Which pools a plan may have."""
+
+    ANY = "any"
+    MIXED = "mixed"
+    SPLIT = "split"
+
+
+class RouterOption(StrEnum):
+    """Policies of the router in front of a pool's replicas."""
+
+    ROUND_ROBIN = "round_robin"
+    LEAST_LOADED = "least_loaded"
+    CACHE_AWARE = "cache_aware"
+
+
+class ReplayName(StrEnum):
+    """What prefill may skip in layers that see only a window of a prompt."""
+
+    OFF = "off"
+    COMPACT = "compact"
 
 
 @app.callback()
@@ -32,7 +56,9 @@ def planner() -> None:
 
 @app.command()
 def search(
-    gpus: Annotated[int, typer.Option(help="Accelerators of the cluster.")],
+    gpus: Annotated[
+        int | None, typer.Option(help="Accelerators of the cluster; with --objective gpus, of one engine at most.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Model card, or path of a Hugging Face config.json.")] = (
         "deepseek-v4.1-flash"
     ),
@@ -43,34 +69,75 @@ def search(
     rate: Annotated[
         float | None, typer.Option(help="Requests/s for the whole cluster; without it, closed loop.")
     ] = None,
-    ttft: Annotated[float, typer.Option(help="Limit on time to first token at p90, seconds.")] = 2.0,
-    tpot: Annotated[float, typer.Option(help="Limit on time per output token at p90, seconds.")] = 0.030,
+    load: Annotated[
+        str | None, typer.Option(help="The rate in other words: 100req/s, 2e9tok/day (prompt and output tokens).")
+    ] = None,
+    ttft: Annotated[float, typer.Option(help="Limit on time to first token, seconds.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Limit on time per output token, seconds.")] = 0.030,
+    percentile: Annotated[int, typer.Option(help="Percentile of the requests that keep both: 50, 90, 95, 99.")] = 90,
     objective: Annotated[ObjectiveName, typer.Option(help="What to optimise within the limits.")] = (
         ObjectiveName.THROUGHPUT
     ),
     acceptance: Annotated[
         float | None, typer.Option(help="Chance that a draft is accepted [default: published for the model].")
     ] = None,
+    pools: Annotated[PoolsName, typer.Option(help="One mixed pool, prefill and decode apart, or either.")] = (
+        PoolsName.ANY
+    ),
+    router: Annotated[RouterOption, typer.Option(help="How requests are given to replicas.")] = (
+        RouterOption.LEAST_LOADED
+    ),
+    replay: Annotated[
+        ReplayName | None, typer.Option(help="Prompt rows in bounded layers [default: compact if the model can].")
+    ] = None,
+    skew: Annotated[
+        float | None, typer.Option(help="Sigma of the experts' lognormal popularity [default: 0.43, real text].")
+    ] = None,
+    prefill_hardware: Annotated[str | None, typer.Option(help="Prefill on accelerators of this kind instead.")] = None,
+    prefill_gpus: Annotated[int | None, typer.Option(help="How many of them, beside --gpus.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Cluster file: accelerators and network, instead of --gpus and --hardware.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, report.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
     top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
     jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
+    executor: Annotated[str, typer.Option(help="Where they run: local, ray[:ADDRESS] or dask[:ADDRESS].")] = "local",
     seed: Annotated[int, typer.Option(help="Seed of workload and acceptances.", min=0)] = 0,
 ) -> None:
     """Find the best layout and settings for a workload."""
-    from deepinfer.layout.plan import Slo
+    from deepinfer.layout.placement import TYPICAL_LOAD
+    from planner.pipeline import run_search
     from planner.problem import Question, make_problem
-    from planner.search import run_search
 
-    if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
-        raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
-    slo = Slo(ttft_s=ttft, tpot_s=tpot)
-    asked = Question(gpus, model, hardware, isl, osl, trace, rate, slo, objective.value, acceptance, seed)
+    if skew is not None and not 0 <= skew <= 3:
+        raise UsageError(f"--skew must lie between 0 and 3, got {skew}")
+    asked = Question(
+        gpus=gpus,
+        model=model,
+        hardware=hardware,
+        isl=isl,
+        osl=osl,
+        trace=trace,
+        rate=rate,
+        load=load,
+        slo=_slo(ttft, tpot, percentile),
+        objective=objective.value,
+        acceptance=acceptance,
+        seed=seed,
+        pools=pools.value,
+        router=router.value,
+        replay=replay.value if replay else None,
+        expert_load=TYPICAL_LOAD if skew is None else TYPICAL_LOAD.model_copy(update={"sigma": skew}),
+        prefill_hardware=prefill_hardware,
+        prefill_gpus=prefill_gpus,
+        cluster=cluster,
+    )
     problem = make_problem(asked)
     if out is not None:
         _check_writable(out)
     with _progress(quiet=as_json) as tell:
-        result = run_search(problem, jobs or -1, tell)
+        result = run_search(problem, jobs or -1, tell, executor)
     paths: list[Path] = []
     if out is not None:
         from planner.report import write_report
@@ -82,8 +149,47 @@ def search(
 
 
 @app.command()
-def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
-    """Print a plan: pools, memory, prediction, step."""
+def survey(
+    gpus: Annotated[int, typer.Option(help="Accelerators of the cluster.")] = 64,
+    model: Annotated[str, typer.Option(help="Model cards, separated by commas.")] = "deepseek-v4.1-flash",
+    hardware: Annotated[str | None, typer.Option(help="Kinds, separated by commas [default: the catalog].")] = None,
+    isl: Annotated[int, typer.Option(help="Prompt tokens of a request.")] = 4000,
+    osl: Annotated[int, typer.Option(help="Output tokens of a request.")] = 1000,
+    ttft: Annotated[float, typer.Option(help="Limit on time to first token at p90, seconds.")] = 2.0,
+    tpot: Annotated[float, typer.Option(help="Limit on time per output token at p90, seconds.")] = 0.030,
+    jobs: Annotated[int, typer.Option(help="Processes for the simulations; 0: one per core.", min=0)] = 0,
+) -> None:
+    """Find the best plan on each kind of accelerator, as a Markdown table with cost and energy."""
+    from deepinfer.hardware.spec import hardware_names
+    from planner.problem import Question
+    from planner.survey import HEADER, survey_row
+    from planner.survey import survey as surveyed
+
+    question = Question(gpus=gpus, isl=isl, osl=osl, slo=_slo(ttft, tpot, 90))
+    names = hardware.split(",") if hardware else hardware_names()
+    print("| " + " | ".join(HEADER) + " |\n|" + " --- |" * len(HEADER))
+    for found in surveyed(question, model.split(","), names, jobs or -1):
+        print("| " + " | ".join(survey_row(found)) + " |", flush=True)
+
+
+def _slo(ttft: float, tpot: float, percentile: int) -> Any:
+    from deepinfer.layout.plan import Slo
+
+    if not ttft > 0 or not tpot > 0 or ttft == float("inf") or tpot == float("inf"):
+        raise UsageError(f"--ttft and --tpot must be positive numbers of seconds, got {ttft} and {tpot}")
+    if percentile not in (50, 90, 95, 99):
+        raise UsageError(f"--percentile must be 50, 90, 95 or 99, got {percentile}")
+    return Slo(ttft_s=ttft, tpot_s=tpot, percentile=cast("Any", percentile))
+
+
+@app.command()
+def show(
+    plan: Annotated[str, typer.Argument(help="Plan file.")],
+    why: Annotated[
+        str | None, typer.Option(help="Why not this point, e.g. 'ep=16 requests=128 nextn=5' (rest as in the plan).")
+    ] = None,
+) -> None:
+    """Print a plan: pools, memory, prediction, step; or what speaks against another point."""
     from rich.console import Console
 
     from deepinfer.layout.plan import load_plan
@@ -92,6 +198,11 @@ def show(plan: Annotated[str, typer.Argument(help="Plan file.")]) -> None:
     from planner.describe import describe_pools, memory_lines, serving_deployment, step_breakdown
 
     loaded = load_plan(plan)
+    if why is not None:
+        from planner.why import why_lines
+
+        print("\n".join(why_lines(loaded, why)))
+        return
     deployment = serving_deployment(loaded)
     console = Console(highlight=False)
     console.print(f"[bold]{loaded.model}[/] on {loaded.gpus} x {loaded.hardware}, objective {loaded.objective}")
@@ -136,10 +247,15 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
 
 def _print_result(result: Any, top: int, as_json: bool) -> None:
     from planner.describe import describe_pools
-    from planner.report import finalists_table, pareto_set, why_lines
+    from planner.economics import economics_line
+    from planner.reasons import why_lines
+    from planner.report import finalists_table, pareto_set
+    from planner.uncertainty import bands_line
 
     if as_json:
-        finalists = [f.plan.model_dump(mode="json") | {"failure": f.failure} for f in result.finalists[:top]]
+        finalists = [
+            f.plan.model_dump(mode="json") | {"failure": f.failure, "bands": _bands(f)} for f in result.finalists[:top]
+        ]
         refused = dict(result.screening.refusals.counts)
         found = {
             "plan": result.plan.model_dump(mode="json"),
@@ -161,12 +277,20 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     )
     console.print(finalists_table(result, top))
     console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
-    console.print(f"[bold]why[/]: {why_lines(result)}", soft_wrap=True)
+    console.print(f"[bold]why[/]: {' '.join(why_lines(result, result.explain()))}", soft_wrap=True)
+    console.print(f"[bold]costs[/]: {economics_line(result.plan)}", soft_wrap=True)
+    console.print(f"[bold]bands[/]: {bands_line(result.plan)}", soft_wrap=True)
     tau = result.winner.summary.tau
     console.print(
         f"[bold]assumes[/]: {tau:.2f} tokens kept per step ({result.problem.acceptance.source}); figures are simulated",
         soft_wrap=True,
     )
+
+
+def _bands(finalist: Any) -> dict[str, list[float]] | None:
+    from planner.uncertainty import bands_json
+
+    return None if finalist.failure else bands_json(finalist.plan)
 
 
 def _check_writable(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment, resolve
@@ -44,9 +46,11 @@ def engines(plan: Plan) -> str:
 
 
 def _short(layout: ParallelLayout) -> str:
-    """The layout without its dp, where the other degrees give it."""
+    """The layout without its dp, where the other degrees give it, and with its redundant experts as a number."""
     derived = f"dp{layout.step_group // layout.replica_ranks}"
-    return " ".join(part for part in str(layout).split() if part != derived)
+    shown = str(replace(layout, redundant_experts=0)).split()
+    redundant = f"+{layout.redundant_experts}" if layout.redundant_experts else ""
+    return " ".join(part for part in shown if part != derived) + redundant
 
 
 def unused_gpus(plan: Plan) -> int:
@@ -68,13 +72,10 @@ def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
     figures = plan.prediction
     assert figures is not None
     costs, graph = CostModel(deployment.cluster.accelerator), deployment.graph()
-    nextn, replicas = deployment.settings.nextn, deployment.replicas_per_group
-    decoding = figures.running_per_gpu * plan.gpus / deployment.attention_replicas
-    decode = Sequences.decoding(max(decoding, 1.0), float(nextn), figures.mean_context)
+    replicas, decoding = deployment.replicas_per_group, _decoding(plan, deployment)
     totals: dict[tuple[str, str], float] = {}
-    for share, rows in ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, figures.prompt_rows)):
-        shape = StepShape(decode, _prompts(plan, figures, rows / replicas))
-        for item in critical_path(graph, shape, costs) if share else ():
+    for share, shape in mean_steps(plan, deployment):
+        for item in critical_path(graph, shape, costs):
             key = (item.operator, item.stream)
             totals[key] = totals.get(key, 0.0) + share * item.seconds
     items = [PathItem(name, stream, seconds) for (name, stream), seconds in totals.items()]
@@ -86,12 +87,47 @@ def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:
     return sorted(items, key=lambda item: -item.seconds), text
 
 
+def mean_steps(plan: Plan, deployment: Deployment) -> list[tuple[float, StepShape]]:
+    """Mean steps of the pool that decodes, without and with prompt rows, each with its share of the steps."""
+    figures = plan.prediction
+    assert figures is not None
+    decoding = max(_decoding(plan, deployment), 1.0)
+    decode = Sequences.decoding(decoding, float(deployment.settings.nextn), figures.mean_context)
+    rows = figures.prompt_rows / deployment.replicas_per_group
+    kinds = ((1.0 - figures.prompt_steps, 0.0), (figures.prompt_steps, rows))
+    return [(share, StepShape(decode, _prompts(plan, figures, rows))) for share, rows in kinds if share]
+
+
+def _decoding(plan: Plan, deployment: Deployment) -> float:
+    """Requests that an attention replica of the pool that decodes decodes, on average."""
+    assert plan.prediction is not None
+    return plan.prediction.running_per_gpu * plan.gpus / deployment.attention_replicas
+
+
+def mean_prefill_step(plan: Plan, deployment: Deployment) -> StepShape:
+    """The mean step of the pool that only prefills."""
+    figures = plan.prediction
+    assert figures is not None
+    assert figures.prefill is not None
+    rows = figures.prefill.prompt_rows / deployment.replicas_per_group
+    prompt = max(_computed_tokens(figures), 1.0)
+    count = max(rows / prompt, 1.0)
+    each = rows / count
+    kept = 1.0 if deployment.settings.replay == "compact" else each
+    return StepShape(None, (Sequences(count, each, max(prompt - rows, 0.0) / 2, kept, min(rows / prompt, 1.0)),))
+
+
+def _computed_tokens(figures: Summary) -> float:
+    """Prompt tokens computed per request."""
+    return figures.input_tokens_per_s_per_gpu * figures.num_gpus * figures.window_s / figures.requests_measured
+
+
 def _prompts(plan: Plan, figures: Summary, rows: float) -> tuple[Sequences, ...]:
     """Prompt rows of a replica's step as sequences: whole prompts of the mean computed length, or part of one."""
     if not rows:
         return ()
     if plan.prefill is None:
-        computed = figures.input_tokens_per_s_per_gpu * figures.num_gpus * figures.window_s / figures.requests_measured
+        computed = _computed_tokens(figures)
     else:  # the decode pool's prompt rows are replayed windows
         config = serving_deployment(plan).scheduler_config()
         computed = float(max(config.transfer_window, config.keep_tokens or 0))

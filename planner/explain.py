@@ -15,10 +15,10 @@ import numpy as np
 from deepinfer.hardware.spec import Accelerator, Quantity
 from deepinfer.layout.plan import Plan, Pool
 from planner.describe import engines
+from planner.pipeline import SearchResult, make_screen
 from planner.problem import Problem
 from planner.refine import Finalist, corrections
 from planner.screen import Points
-from planner.search import SearchResult, make_screen
 from planner.space import EngineKind
 from planner.steady import UTILIZATION
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepinfer.cost.compose import PathItem
+from planner.pipeline import SearchResult
 from planner.refine import Finalist
 from planner.screen import pareto
-from planner.search import SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,11 +92,22 @@ def new_figure(width: float = 8.0, height: float = 5.0) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    ax = figure.add_subplot()
+    return figure, _plain(figure.add_subplot())
+
+
+def _plain(ax: Axes) -> Axes:
     ax.spines[["top", "right"]].set_visible(False)
     ax.grid(alpha=0.25, linewidth=0.6)
     ax.set_axisbelow(True)
-    return figure, ax
+    return ax
+
+
+def pyplot_axes(width: float, height: float) -> Axes:
+    """A new axes of pyplot's, which a notebook shows."""
+    import matplotlib.pyplot as plt
+
+    _, ax = plt.subplots(figsize=(width, height), layout="constrained")
+    return _plain(ax)
 
 
 def to_png(figure: Figure) -> bytes:

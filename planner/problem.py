@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import NoDataError, UsageError
+from deepinfer.hardware.cluster import ClusterFile, Network, load_cluster
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
-from deepinfer.layout.plan import Objective, RouterName, Slo
+from deepinfer.layout.plan import Objective, Plan, RouterName, Slo
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
 from deepinfer.scheduler.speculation import Acceptance, default_acceptance
@@ -29,19 +31,27 @@ from planner.space import Replay
 from planner.steady import Load
 
 DEFAULT_ISL, DEFAULT_OSL = 4000, 1000
+LARGEST_ENGINE = 256
+"""Accelerators of one engine at most when the size of the cluster is asked for."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a user asks, as typed: names, numbers and files. `rate` is in requests/s for the whole cluster."""
+    """What a user asks, as typed: names, numbers and files.
 
-    gpus: int
+    `rate` is in requests/s for the whole cluster; `load` is the same in other words: `100req/s`, `155e12tok/day`.
+    `gpus` may be left out when their number is asked for; then it limits a single engine. A `cluster` file takes the
+    place of `gpus` and `hardware`, for prefill too.
+    """
+
+    gpus: int | None = None
     model: str = "deepseek-v4.1-flash"
     hardware: str = "gb200-nvl72"
     isl: int | None = None
     osl: int | None = None
     trace: str | None = None
     rate: float | None = None
+    load: str | None = None
     slo: Slo = field(default_factory=Slo)
     objective: Objective = "throughput"
     acceptance: float | None = None
@@ -52,6 +62,7 @@ class Question:
     replay: Replay | None = None
     prefill_hardware: str | None = None
     prefill_gpus: int | None = None
+    cluster: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +87,7 @@ class Problem:
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     host: HostProfile = field(default_factory=load_host)
+    network: Network | None = None
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
 
@@ -110,25 +122,29 @@ class Problem:
 
 def make_problem(question: Question) -> Problem:
     """Resolve and check a question. Raises UsageError or NoDataError in one sentence for what cannot be asked."""
+    network: Network | None = None
+    if question.cluster is not None:
+        question, network = _of_cluster(question, load_cluster(question.cluster))
     _check_numbers(question)
-    accelerator = load_hardware(question.hardware)
+    accelerator = _on_network(load_hardware(question.hardware), network)
     _check_objective(question.objective, accelerator)
     model = fit_to_hardware(load_model(question.model), accelerator)
     isl, osl, source, trace_requests = question.isl, question.osl, None, 0
     if question.trace is not None:
         trace = read_trace(question.trace)
-        load = _trace_load(trace, question.rate)
+        load = _trace_load(trace)
         source, trace_requests = trace_source(question.trace, trace), len(trace.prompt_tokens)
     else:
         isl, osl = DEFAULT_ISL if isl is None else isl, DEFAULT_OSL if osl is None else osl
-        load = Load(float(isl), float(isl), float(osl), question.rate)
+        load = Load(float(isl), float(isl), float(osl))
+    load = replace(load, rate=_rate(question, load))
     if load.isl + load.osl > model.max_context:
         raise UsageError(f"{load.isl + load.osl:.0f} tokens a request exceed the {model.max_context} of {model.name}")
     return Problem(
         model_name=question.model,
         hardware_name=question.hardware,
         model=model,
-        cluster=ClusterSpec(accelerator, question.gpus),
+        cluster=ClusterSpec(accelerator, question.gpus or LARGEST_ENGINE),
         acceptance=_acceptance(model, question.acceptance),
         objective=question.objective,
         slo=question.slo,
@@ -143,8 +159,55 @@ def make_problem(question: Question) -> Problem:
         expert_load=question.expert_load,
         replay=_replay(model, question.replay),
         prefill_hardware_name=question.prefill_hardware,
-        prefill_cluster=_prefill_cluster(question),
+        prefill_cluster=_prefill_cluster(question, network),
+        network=network,
     )
+
+
+def _of_cluster(question: Question, cluster: ClusterFile) -> tuple[Question, Network | None]:
+    """The question with a cluster file's accelerators in it, and its network."""
+    if question.gpus is not None or question.prefill_gpus is not None or question.prefill_hardware is not None:
+        raise UsageError("--cluster says how many accelerators of which kind: it cannot be combined with --gpus")
+    serving, prefill = cluster.serving, cluster.prefill
+    filled = replace(question, cluster=None, gpus=serving.gpus, hardware=serving.hardware)
+    if prefill is not None:
+        filled = replace(filled, prefill_hardware=prefill.hardware, prefill_gpus=prefill.gpus)
+    return filled, cluster.network
+
+
+def _on_network(accelerator: Accelerator, network: Network | None) -> Accelerator:
+    return network.under(accelerator) if network else accelerator
+
+
+def problem_of(plan: Plan) -> Problem:
+    """The question that a plan answers, as far as the plan tells: of its whole cluster, for its workload."""
+    workload, replay = plan.workload, plan.serving.settings.replay
+    rate = None if isinstance(workload.arrivals, ClosedLoop) else workload.arrivals.rate
+    lengths = [
+        x.tokens if isinstance(x, FixedLength) else round(x.mean) if x else None for x in (workload.isl, workload.osl)
+    ]
+    own = plan.prefill if plan.prefill and plan.prefill.hardware else None
+    question = Question(
+        gpus=plan.gpus - (own.gpus or 0) if own else plan.gpus,
+        model=plan.model,
+        hardware=plan.hardware,
+        isl=lengths[0],
+        osl=lengths[1],
+        trace=workload.trace.path if workload.trace else None,
+        rate=rate,
+        slo=plan.slo,
+        seed=workload.seed,
+        router=plan.router,
+        expert_load=plan.expert_load,
+        replay=replay,
+        prefill_hardware=own.hardware if own else None,
+        prefill_gpus=own.gpus if own else None,
+    )
+    problem = replace(make_problem(question), acceptance=plan.acceptance, host=load_host(plan.host))
+    if plan.network is None:
+        return problem
+    cluster = replace(problem.cluster, accelerator=plan.network.under(problem.cluster.accelerator))
+    return replace(problem, cluster=cluster, network=plan.network)
 
 
 def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
@@ -154,7 +217,7 @@ def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
     return asked or ("compact" if model.supports_compact_replay else "off")
 
 
-def _prefill_cluster(question: Question) -> ClusterSpec | None:
+def _prefill_cluster(question: Question, network: Network | None) -> ClusterSpec | None:
     """The accelerators set aside for prefill, if they are."""
     name, gpus = question.prefill_hardware, question.prefill_gpus
     if (name is None) != (gpus is None):
@@ -163,7 +226,7 @@ def _prefill_cluster(question: Question) -> ClusterSpec | None:
         return None
     if question.pools == "mixed":
         raise UsageError("--prefill-hardware sets a prefill pool aside: it contradicts --pools mixed")
-    return ClusterSpec(load_hardware(name), gpus)
+    return ClusterSpec(_on_network(load_hardware(name), network), gpus)
 
 
 def _check_numbers(question: Question) -> None:
@@ -185,10 +248,8 @@ def _check_numbers(question: Question) -> None:
 def _check_objective(objective: Objective, accelerator: Accelerator) -> None:
     if objective == "cost" and accelerator.price_usd_per_hour is None:
         raise NoDataError(f"hardware {accelerator.name} has no price_usd_per_hour: --objective cost needs one")
-    if objective == "energy":
-        raise NoDataError("--objective energy needs power by load, which no catalog entry has yet")
-    if objective == "gpus":
-        raise NoDataError("--objective gpus needs a search over cluster sizes, which this version does not have yet")
+    if objective == "energy" and accelerator.power_w is None:
+        raise NoDataError(f"hardware {accelerator.name} has no power_w: --objective energy needs one")
 
 
 def _acceptance(model: ModelSpec, rate: float | None) -> Acceptance:
@@ -199,7 +260,38 @@ def _acceptance(model: ModelSpec, rate: float | None) -> Acceptance:
     return Acceptance(rates=(rate,), source="given on the command line, one conditional rate")
 
 
-def _trace_load(trace: Trace, rate: float | None) -> Load:
+def _rate(question: Question, load: Load) -> float | None:
+    """Requests/s asked for. Raises UsageError for a load that is not one, or that is asked for twice."""
+    if question.load is None:
+        rate = question.rate
+        if question.objective == "gpus" and rate is None:
+            raise UsageError("--objective gpus needs a load to serve: --load 100req/s, or --load 1e9tok/day")
+    else:
+        if question.rate is not None:
+            raise UsageError("--load and --rate say the same thing: give one of them")
+        rate = parse_load(question.load, load.isl + load.osl)
+    if question.gpus is None and question.objective != "gpus":
+        raise UsageError("--gpus is required, except for --objective gpus")
+    return rate
+
+
+def parse_load(text: str, tokens_per_request: float) -> float:
+    """Requests/s of a load like `100req/s` or `155e12tok/day`; tokens count prompts and outputs, cached ones too.
+
+    Raises UsageError for anything else.
+    """
+    found = re.fullmatch(r"\s*([0-9.eE+]+)\s*(req|requests|tok|tokens)/(s|min|h|day)\s*", text)
+    try:
+        amount = float(found.group(1)) if found else math.nan
+    except ValueError:
+        amount = math.nan
+    if found is None or not (math.isfinite(amount) and amount > 0):
+        raise UsageError(f"--load {text!r} is not a load: give a number and a unit, like 100req/s or 155e12tok/day")
+    per_second = amount / {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}[found.group(3)]
+    return per_second / (1.0 if found.group(2).startswith("req") else tokens_per_request)
+
+
+def _trace_load(trace: Trace) -> Load:
     """Means of a trace; prompt blocks seen earlier in it count as cached, as they do for a cache that holds all."""
     isl, osl = float(trace.prompt_tokens.mean()), float(trace.output_tokens.mean())
     seen: set[int] = set()
@@ -209,4 +301,4 @@ def _trace_load(trace: Trace, rate: float | None) -> Load:
         seen.update(ids)
     num_blocks = sum(len(ids) for ids in trace.block_ids)
     hit = repeated / num_blocks if num_blocks else 0.0
-    return Load(isl, isl * (1.0 - hit), osl, rate)
+    return Load(isl, isl * (1.0 - hit), osl)

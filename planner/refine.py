@@ -36,6 +36,10 @@ WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 0.25, 0.75, 8.0
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
 MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
+MOST_LATER = 3.0
+"""What a finalist tells of TTFT at most: one whose prefill was saturated says little about others of its layout."""
+FIRST_USERS = 0.8
+"""Users of two pools over the screened number, before the first round: the screen knows no uneven steps in prefill."""
 NEARLY_FULL = 0.97
 """Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
@@ -88,6 +92,7 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
         slo=problem.slo,
         router=problem.router,
         expert_load=problem.expert_load,
+        network=problem.network,
     )
     if problem.load.rate is None:
         parts = parts_of(plan)
@@ -95,9 +100,17 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
         loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
         workload = problem.workload(loop, requests * parts)
     else:
-        enough = math.ceil(OPEN_LOOP_LIFETIMES * lifetime * problem.load.rate)
-        workload = problem.workload(None, min(max(enough, MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS))
+        workload = problem.workload(None, _open_loop_requests(plan, lifetime * problem.load.rate))
     return plan.model_copy(update={"workload": workload})
+
+
+def _open_loop_requests(plan: Plan, in_system: float) -> int:
+    """Requests of an open loop in which so many are in the system at once, on average."""
+    enough = math.ceil(OPEN_LOOP_LIFETIMES * in_system)
+    if enough <= MAX_OPEN_LOOP_REQUESTS:
+        return max(enough, MIN_OPEN_LOOP_REQUESTS)
+    parts = parts_of(plan)  # one of them is simulated
+    return parts * min(max(math.ceil(enough / parts), MIN_OPEN_LOOP_REQUESTS), MAX_OPEN_LOOP_REQUESTS)
 
 
 def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalist], point: int) -> float:
@@ -108,12 +121,14 @@ def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalis
     points, family = screening.points, _families(screening)
     ratios = []
     for f in known:
-        if not f.failure and family[f.point] == family[point]:
-            summary, i = f.summary, f.point
-            rate = summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
-            lifetime = summary.e2e_s.mean - summary.ttft_s.mean + points.ttft_s[i]
-            ratios.append(NEARLY_FULL * rate * lifetime / points.users[i])
-    return min(float(np.mean(ratios)), 1.0) if ratios else 1.0
+        if f.failure or family[f.point] != family[point] or not isinstance(f.plan.workload.arrivals, ClosedLoop):
+            continue
+        users: float = f.plan.workload.arrivals.concurrency
+        if _had_too_many_users(problem, screening, f):
+            rate = f.summary.output_tokens_per_s_per_gpu * f.plan.gpus / problem.load.osl
+            users = NEARLY_FULL * rate * (f.summary.e2e_s.mean - f.summary.ttft_s.mean + points.ttft_s[f.point])
+        ratios.append(users / points.users[f.point])
+    return min(float(np.mean(ratios)), 1.0) if ratios else FIRST_USERS
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:
@@ -236,7 +251,7 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
                 continue
             ratio = (
                 summary.tpot_s.at(percentile) / points.tpot_s[i],
-                summary.ttft_s.at(percentile) / points.ttft_s[i],
+                min(summary.ttft_s.at(percentile) / points.ttft_s[i], MOST_LATER),
                 summary.output_tokens_per_s_per_gpu / points.output_per_gpu[i] if problem.load.rate is None else 1.0,
             )
             ratios.setdefault(int(family[i]), []).append(ratio)

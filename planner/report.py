@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
-from typing import cast
 
-import numpy as np
+from rich.console import Console
 from rich.table import Table
 
-from deepinfer.cost.model import CostModel
-from deepinfer.engine.deployment import Deployment
 from deepinfer.files import write_file
-from deepinfer.graph.build.common import PREFILL_GATHER_REUSE
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.text import summary_lines
 from deepinfer.units import format_seconds
@@ -25,10 +23,16 @@ from planner.describe import (
     serving_deployment,
     step_breakdown,
 )
+from planner.economics import economics_line
+from planner.explain import Explanation
+from planner.pipeline import SearchResult
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
+from planner.reasons import assumption_lines, why_lines
 from planner.refine import Finalist
-from planner.screen import Candidate, Points, pareto
-from planner.search import SearchResult
+from planner.uncertainty import (
+    output_band,
+    tpot_band,
+)
 
 
 def finalists_table(result: SearchResult, top: int) -> Table:
@@ -45,6 +49,14 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     for rank, finalist in enumerate(result.finalists[:top], start=1):
         table.add_row(str(rank), *_finalist_row(result, finalist), style="bold" if rank == 1 else None)
     return table
+
+
+def finalists_text(result: SearchResult, top: int) -> str:
+    """The same as plain text."""
+    console = Console(file=StringIO(), width=100, highlight=False, color_system=None, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(finalists_table(result, top))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def _finalist_row(result: SearchResult, finalist: Finalist) -> list[str]:
@@ -79,7 +91,7 @@ def _prompt_rows_per_gpu(plan: Plan) -> float:
 def markdown_report(result: SearchResult) -> str:
     """The report of a search, from question to assumptions; the same search gives the same text."""
     problem, plan = result.problem, result.plan
-    deployment = serving_deployment(plan)
+    deployment, explanation = serving_deployment(plan), result.explain()
     slo = problem.slo
     sections = [
         f"# {problem.model.name} on {problem.num_gpus} x {problem.hardware_name}",
@@ -87,10 +99,11 @@ def markdown_report(result: SearchResult) -> str:
         f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
         f"## The plan\n\n{describe_pools(plan)}.",
         _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
-        _cost_line(result),
+        f"Cost and energy: {economics_line(plan)}.",
         "![latency against throughput](pareto.png)",
-        "## Why this one\n\n" + why_lines(result),
+        "## Why this one\n\n" + "\n\n".join(why_lines(result, explanation)),
         "![what the mean step is made of](step_breakdown.png)",
+        "## What would change it\n\n" + _markdown_what_ifs(explanation),
         "## Finalists\n\n" + _markdown_finalists(result),
         "## Pareto set\n\n" + _markdown_pareto(result),
         "## Memory of one GPU\n\n" + _markdown_pairs(("item", "size"), memory_lines(deployment)),
@@ -102,83 +115,13 @@ def markdown_report(result: SearchResult) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def _cost_line(result: SearchResult) -> str:
-    price = result.problem.cluster.accelerator.price_usd_per_hour
-    if price is None:
-        return ""
-    per_million = price.value / 3600 / result.winner.summary.output_tokens_per_s_per_gpu * 1e6
-    return (
-        f"At {price.value:g} {price.unit} per GPU ({price.source}, {price.date}) a million output tokens cost "
-        f"{per_million:.3f} USD, prompts included."
+def _markdown_what_ifs(explanation: Explanation) -> str:
+    text = (
+        "The same engines screened again with one thing changed, and their settings free: output (under a rate, the "
+        "requests/s they could serve) beside now. What gains most is what binds."
     )
-
-
-def why_lines(result: SearchResult) -> str:
-    """What the chosen plan's step is made of, what a rate leaves unused, and how far the next finalists are."""
-    items, title = step_breakdown(result.plan)
-    total = sum(i.seconds for i in items)
-    top = ", ".join(f"{i.operator} {i.seconds / total:.0%}" for i in items[:5])
-    exposed = sum(i.seconds for i in items if i.stream == "comm") / total
-    step = f"Its {title} takes {format_seconds(total)} on the device: {top}"
-    lines = [f"{step}; communication that nothing hides is {exposed:.0%}."]
-    if result.problem.load.rate is not None:
-        lines.append(_rate_line(result))
-    others = [f for f in result.finalists[1:] if result.feasible(f)]
-    rivals = {f.point: f for f in (others[:1] + [f for f in others if _layout(f) != _layout(result.winner)][:1])}
-    for label, rival in zip(("The runner-up", "The best other layout"), rivals.values(), strict=False):
-        lines.append(f"{label}, {describe_pools(rival.plan)}, gives {_compared(result.worth(rival))}.")
-    return " ".join(lines)
-
-
-def _layout(finalist: Finalist) -> object:
-    return [pool.layout for pool in finalist.plan.pools]
-
-
-def _rate_line(result: SearchResult) -> str:
-    """How much of the plan a given rate uses."""
-    rate, capacity = result.problem.load.rate or 0.0, result.capacity_rps(result.winner)
-    worth = rate / capacity * result.problem.num_gpus
-    return (
-        f"It could serve about {capacity:.3g} requests/s within the limits (screened means): {rate:g} requests/s use "
-        f"{rate / capacity:.1%} of it, the work of {worth:.1f} of its GPUs. Plans are ranked by that capacity."
-    )
-
-
-def _compared(ratio: float) -> str:
-    """An output or a capacity beside the best one's, in words."""
-    if abs(ratio - 1.0) < 0.005:
-        return "the same within 0.5%"
-    return f"{abs(1.0 - ratio):.1%} {'less' if ratio < 1 else 'more'}"
-
-
-def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
-    """What the figures rest on, each with its source."""
-    problem, settings = result.problem, deployment.settings
-    tau = problem.acceptance.tau(settings.nextn)
-    costs = CostModel(deployment.cluster.accelerator)
-    graph = deployment.graph()
-    kinds = sorted({operator.kind for operator in graph.operators})
-    sources: dict[str, list[str]] = {}
-    for name, parameters in costs.profile.operators.items():
-        if name.split(".")[0] in kinds:
-            sources.setdefault(parameters.kind, []).append(name)
-    profile = "; ".join(f"{kind}: {', '.join(sorted(names))}" for kind, names in sorted(sources.items()))
-    return [
-        f"Acceptance ({problem.acceptance.convention}): {tau:.3f} tokens kept per step at nextn {settings.nextn}; "
-        f"{problem.acceptance.source}.",
-        f"Operator costs: profile `{costs.profile.family}` ({profile}); the file gives each entry's rows and error.",
-        "Expert load: uniform routing with its sampling noise; no popularity skew, no redundant experts.",
-        "Dispatch, expert products and combine are separate kernels; only the shared expert overlaps them. Fused "
-        "kernels (MegaMoE: 1.6 to 2 times as fast on SM100 by its authors) and two-batch overlap are not modelled.",
-        "Replicas of a step group prefill when they have a prompt, without waiting for each other; a dispatch sends "
-        "one copy per destination rank, also between hosts.",
-        f"Neighbouring prompt rows share gathered KV entries {PREFILL_GATHER_REUSE:g} times: an assumption that binds "
-        "nothing while prefill attention is compute-bound.",
-        f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",
-        f"Host time: profile `{deployment.host.name}`; steps with a prompt launch every kernel, decode steps replay a "
-        f"graph padded to {settings.graph_rows} rows.",
-        "No weights of this model have been run by this project: figures are simulated, not measured.",
-    ]
+    rows = [(w.group, w.name, f"{w.ratio - 1.0:+.1%}" if w.ratio else "nothing feasible") for w in explanation.what_ifs]
+    return text + "\n\n" + _markdown_table(("", "if", "output"), rows)
 
 
 def _markdown_finalists(result: SearchResult) -> str:
@@ -186,54 +129,36 @@ def _markdown_finalists(result: SearchResult) -> str:
     header = (
         "", "engines", "requests/GPU", "prompt rows/GPU", "nextn", "output tok/s/GPU", "tok/s/user",
         f"TTFT p{percentile}", f"TPOT p{percentile}", "within limits", "screened tok/s/GPU",
+        "80% band of output", "of TPOT",
     )  # fmt: skip
     points = result.screening.points
     rows = [
-        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}")
+        (str(rank), *_finalist_row(result, f), f"{points.output_per_gpu[f.point]:,.0f}", *_bands(f))
         for rank, f in enumerate(result.finalists, start=1)
     ]
     return _markdown_table(header, rows)
 
 
+def _bands(finalist: Finalist) -> tuple[str, str]:
+    if finalist.failure:
+        return "-", "-"
+    return str(output_band(finalist.plan)), str(tpot_band(finalist.plan))
+
+
 def pareto_set(result: SearchResult, most: int = 16) -> list[dict[str, object]]:
-    """Screened points that no other beats in speed per user and output per GPU, at most so many along the front."""
-    points = result.screening.points
-    front = pareto(1.0 / points.tpot_s, points.output_per_gpu)
-    chosen = front[np.unique(np.linspace(0, len(front) - 1, min(most, len(front))).astype(int))]
-    rows: list[dict[str, object]] = []
-    for i in chosen:
-        candidate = result.screening.candidates[points.candidate[i]]
-        rows.append(
-            {
-                "engines": str(candidate),
-                "requests_per_gpu": float(points.max_num_seqs[i] / candidate.kind.layout.replica_ranks),
-                "prompt_rows_per_gpu": _rows_of(points, candidate, int(i)),
-                "nextn": int(points.nextn[i]),
-                "tokens_per_s_per_user": float(1.0 / points.tpot_s[i]),
-                "output_tokens_per_s_per_gpu": float(points.output_per_gpu[i]),
-                "mean_ttft_s": float(points.ttft_s[i]),
-            }
-        )
-    return rows
-
-
-def _rows_of(points: Points, candidate: Candidate, index: int) -> float:
-    """Prompt rows of a step on a GPU of the pool that prefills."""
-    if candidate.prefill is not None:
-        return float(points.prefill_rows[index] / candidate.prefill.layout.replica_ranks)
-    return float(points.chunk_rows[index] / candidate.kind.layout.replica_ranks)
+    """The Pareto front for JSON."""
+    return [asdict(point) for point in result.pareto(most)]
 
 
 def _markdown_pareto(result: SearchResult) -> str:
     rows = [
         (
-            str(p["engines"]), f"{p['requests_per_gpu']:g}", f"{p['prompt_rows_per_gpu']:g}", str(p["nextn"]),
-            f"{p['tokens_per_s_per_user']:.1f}", f"{p['output_tokens_per_s_per_gpu']:,.0f}",
-            format_seconds(cast("float", p["mean_ttft_s"])),
+            p.engines, f"{p.requests_per_gpu:g}", f"{p.prompt_rows_per_gpu:g}", str(p.nextn),
+            f"{p.tokens_per_s_per_user:.1f}", f"{p.output_tokens_per_s_per_gpu:,.0f}", format_seconds(p.mean_ttft_s),
         )
-        for p in pareto_set(result)
+        for p in result.pareto()
     ]  # fmt: skip
-    header = ("engines", "requests/GPU", "prompt rows/GPU", "nextn", "replay", "tok/s/user", "output tok/s/GPU", "TTFT")
+    header = ("engines", "requests/GPU", "prompt rows/GPU", "nextn", "tok/s/user", "output tok/s/GPU", "TTFT")
     return "Screened means; finalists above are simulated.\n\n" + _markdown_table(header, rows)
 
 

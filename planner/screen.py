@@ -230,6 +230,8 @@ class Screen:
         keys = np.concatenate([key for key, _ in pairs])
         points = _concatenate([point for _, point in pairs])
         points = self._as_full_as_fed(points, keys, concatenate(decoding))
+        seated = _with_seats_to_fill(points, keys)
+        points, keys = points.take(seated), keys[seated]
         unique, index = np.unique(keys, axis=0, return_inverse=True)
         first = len(candidates)
         for giver, taker, num_giving, num_taking in unique.tolist():
@@ -374,6 +376,19 @@ class Screen:
             tpot_s=light.tpot_s,
             ttft_s=light.ttft_s,
         )
+
+
+def _with_seats_to_fill(points: Points, keys: Ints) -> npt.NDArray[np.bool_]:
+    """Pairs whose decode engines serve more than the same ones with fewer requests: others have seats left empty."""
+    alike = np.column_stack([keys, points.nextn, points.chunk_rows, points.prefill_rows])
+    _, group = np.unique(alike, axis=0, return_inverse=True)
+    order = np.lexsort((points.max_num_seqs, group.reshape(-1)))
+    first = np.append(True, np.diff(group.reshape(-1)[order]) != 0)
+    rate = points.output_per_gpu[order]
+    more = np.append(True, rate[1:] > (1.0 + WORTH_A_VARIANT) * rate[:-1])
+    seated = np.zeros(len(points), dtype=bool)
+    seated[order] = first | more
+    return seated
 
 
 def _last_of_each(group: Ints, value: Floats) -> Ints:

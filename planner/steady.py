@@ -210,8 +210,10 @@ class SteadyState:
         ttft_s = 0.5 * step_s
         if load.computed:
             # A prompt runs in whole chunks behind the one being computed (M/D/1 wait on the replica's prefill).
-            busy = np.minimum(share, 0.99)
+            busy = np.minimum(decoding * tau / load.osl * load.computed / chunk, 0.99)
             ttft_s = ttft_s + np.ceil(load.computed / chunk) * busy_s * (1.0 + busy / (2.0 * (1.0 - busy)))
+            # Where prefill is the bottleneck, the requests that do not decode queue for it (Little's law).
+            ttft_s = np.maximum(ttft_s, (seqs - decoding) * step_s * load.osl / (decoding * tau))
         # Requests that wait for or run their prefill are not decoding.
         lifetime = ttft_s + load.osl / tau * step_s
         served = np.minimum(seqs / lifetime, decoding * tau / step_s / load.osl)
@@ -244,7 +246,11 @@ class SteadyState:
         # Chunks do not matter here: many points are the same step.
         alike, index = np.unique(np.stack([decoding, padded, rows, context]), axis=1, return_inverse=True)
         index = index.reshape(-1)
-        quiet = StepShape(Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]))
+        quiet = StepShape(
+            Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]),
+            mean_rows=alike[0] * alike[2],  # padding has no experts to go to
+            mean_kept_rows=alike[0] * alike[2],
+        )
         if not load.computed:
             device_s = self._device_seconds(graph, quiet)
             quiet_s = self._with_host(graph, device_s, alike[0], captured=True)[index]
@@ -284,11 +290,26 @@ class SteadyState:
 
     def _with_host(self, graph: ExecutionGraph, device_s: Floats, requests: Floats, captured: bool) -> Floats:
         """Seconds from step to step: the longer of what the device and what the host need."""
-        host = self.host
-        host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
-            host.schedule_s_per_request.value + host.deliver_s_per_request.value
-        )
-        return np.maximum(device_s, host_s)
+        return with_host(graph, device_s, self.host, requests, captured)
+
+
+def step_seconds(
+    graph: ExecutionGraph, shape: StepShape, costs: CostModel, host: HostProfile, requests: Floats, captured: bool
+) -> Floats:
+    """Seconds from step to step: the longer of what the device and what the host need.
+
+    `requests` are those of an attention replica; steps that are not `captured` launch every kernel.
+    """
+    device_s = np.asarray(step_cost(graph, shape, costs).seconds) + host.step_gap_s.value
+    return with_host(graph, device_s, host, requests, captured)
+
+
+def with_host(graph: ExecutionGraph, device_s: Floats, host: HostProfile, requests: Floats, captured: bool) -> Floats:
+    """The longer of what the device and what the host need for a step."""
+    host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
+        host.schedule_s_per_request.value + host.deliver_s_per_request.value
+    )
+    return np.maximum(device_s, host_s)
 
 
 def _one_behind_the_other(quiet: StepShape, busy: StepShape) -> StepShape:
@@ -301,12 +322,11 @@ def _one_behind_the_other(quiet: StepShape, busy: StepShape) -> StepShape:
     (prompts,) = busy.prefill
     none = np.zeros_like(quiet.decode.count)
     no_prompts = Sequences(none, none + 1.0, none, none + 1.0, none)
-    own = quiet.rows
     return StepShape(
         _joined(quiet.decode, busy.decode),
         (_joined(no_prompts, prompts),),
-        mean_rows=_both(own, busy.mean_rows),
-        mean_kept_rows=_both(own, busy.mean_kept_rows),
+        mean_rows=_both(quiet.mean_rows, busy.mean_rows),
+        mean_kept_rows=_both(quiet.mean_kept_rows, busy.mean_kept_rows),
     )
 
 

@@ -29,7 +29,7 @@ def test_deepinfer_loads_no_simulator_no_device_library_and_no_plotting(module: 
 
 
 def test_planner_search_path_loads_no_torch_and_no_backend() -> None:
-    assert loaded_by("planner.search, planner.refine, planner.cli", (*HEAVY, "backends")) == "[]"
+    assert loaded_by("planner.pipeline, planner.refine, planner.cli", (*HEAVY, "backends")) == "[]"
 
 
 def test_help_loads_neither_numpy_nor_pydantic() -> None:

@@ -403,7 +403,9 @@ def test_total_flops_do_not_depend_on_the_layout(model: str, phase: Phase) -> No
 
     def split(o: Operator) -> bool:
         # V3's prefill expands a prompt's keys and values again on every cp rank of its replica.
-        return not (o.name in (*REPEATED, "kv_b", "router") or o.name.startswith("hc_") or o.name == "qkv")
+        # Sparse kernels compute 64 heads at least, however few a tp rank has.
+        padded = o.kind is OpKind.SPARSE_ATTENTION_PREFILL or (model == V32 and o.name == "attention_decode")
+        return not (padded or o.name in (*REPEATED, "kv_b", "router") or o.name.startswith("hc_") or o.name == "qkv")
 
     totals = [engine_flops(model, x, phase, split) for x in layouts]
     assert totals == pytest.approx([totals[0]] * len(layouts), rel=1e-9)

@@ -131,6 +131,17 @@ def test_910c_serves_8_bit_models_as_int8() -> None:
     assert fit_to_hardware(load_model("deepseek-v3"), load_hardware("b200"), "fp8").kv.name == "fp8"
 
 
+def test_two_dies_have_together_what_their_accelerator_has() -> None:
+    whole = load_hardware("ascend-910c")
+    die = whole.part(2)
+    assert whole.part(1) is whole
+    # CloudMatrix384 paper: 24 AI cores, 64 GB, 1.6 TB/s, 196 GB/s of unified bus and 200 Gb/s of RDMA a die; 768 dies.
+    assert (die.num_sms.value, die.hbm_bytes.value, die.hbm_bytes_per_s.value) == (24, 64e9, 1.6e12)
+    assert (die.scale_up.bytes_per_s.value, die.scale_out.bytes_per_s.value) == (196e9, 25e9)
+    assert die.scale_up_domain.value == 768
+    assert 2 * die.peak_flops_per_s("fp8") == whole.peak_flops_per_s("fp8")
+
+
 def test_an_unknown_weight_format_of_a_users_file_is_named() -> None:
     part = load_hardware("ascend-910c").model_copy(update={"weight_format": {"mxfp4": "int3"}})
     with pytest.raises(UsageError, match=r"'int3': known are int8"):

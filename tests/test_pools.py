@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(plan, (draw(st.sampled_from([None, 8, 16])), draw(st.sampled_from([None, 11, 17]))))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases())
 def test_what_goes_in_comes_out(case: Case) -> None:
     """Requests, tokens, bytes on the links and memory, whatever waits, is held back or is preempted."""
@@ -236,7 +236,7 @@ def test_what_goes_in_comes_out(case: Case) -> None:
     assert list(record.transfers.end_s) == sorted(record.transfers.end_s)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(case=cases())
 def test_skipping_ahead_changes_nothing_and_neither_does_repeating(case: Case) -> None:
     fast, slow, again = case.serve()[0], case.serve(every_step=True)[0], case.serve()[0]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from backends.sim.timeline import simulate_step
-from deepinfer.cost.compose import StepCosts, makespan, operator_seconds, step_cost
+from deepinfer.cost.compose import makespan, operator_seconds, step_cost
 from deepinfer.cost.model import Cost, CostModel, Source
 from deepinfer.engine.deployment import resolve
 from deepinfer.engine.simulate import simulate_plan
@@ -20,13 +20,14 @@ from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import Block, ExecutionGraph
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape
-from deepinfer.graph.transform import TAKEN_BY_EXCHANGE, fuse_moe, two_batch_overlap
+from deepinfer.graph.transform import SLOWED_EXCHANGE, TAKEN_BY_EXCHANGE, fuse_moe, two_batch_overlap
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
+from deepinfer.model.spec import NVFP4
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.spec import FixedLength, PoissonArrivals, Workload
 
@@ -128,10 +129,11 @@ def test_two_batches_do_the_work_of_one_but_read_weights_twice(model: str) -> No
     one, two = (graph(model, "h800", layout, overlap=o, load=EVEN) for o in (False, True))
     shape = StepShape(Sequences.decoding(512.0, 0.0, 3000.0), (Sequences(2.0, 3000.0, 500.0, 3000.0, 1.0),))
     before, after = totals(one, shape), totals(two, shape)
-    beside = 1 - TAKEN_BY_EXCHANGE * (1 - 256 / shape.half.rows)
+    large = 1 - 256 / shape.half.rows
+    beside, slowed = 1 - TAKEN_BY_EXCHANGE * large, 1 + (SLOWED_EXCHANGE - 1) * large
     assert after["flops"] * beside == pytest.approx(before["flops"], rel=1e-9)
     assert after["written"] == pytest.approx(before["written"], rel=1e-9)
-    assert after["up"] == pytest.approx(before["up"], rel=1e-9)
+    assert after["up"] == pytest.approx(before["up"] * slowed, rel=1e-9)
     # What is read beyond the rows: the intercept of two steps that touch all experts.
     weights = 2 * totals(one, decode(4096.0))["read"] - totals(one, decode(8192.0))["read"]
     assert after["read"] - before["read"] == pytest.approx(weights, rel=0.02)
@@ -155,7 +157,7 @@ def test_an_overlapped_step_lies_between_its_bounds_and_matches_its_simulation(f
     assert found <= halves / (1 - TAKEN_BY_EXCHANGE)
     spans = simulate_step(two, shape, costs)
     assert found == pytest.approx(max(s.start_s + s.seconds for s in spans), rel=1e-9)
-    assert StepCosts(two, costs).seconds(shape) == pytest.approx(found, rel=1e-12)
+    assert float(step_cost(two, shape, costs).seconds) == pytest.approx(found, rel=1e-12)
 
 
 def gain(layout: ParallelLayout, phase: Phase, shape: StepShape) -> float:
@@ -174,10 +176,10 @@ def test_two_batches_lose_on_small_decode_batches_and_win_on_large_ones() -> Non
 
 @pytest.mark.parametrize("rows", [4096.0, 8192.0])
 def test_two_batches_gain_in_prefill(rows: float) -> None:
-    """SGLang on H100, EP32: +27 to +35% at the same tokens. Ours is up to +50%: see DECISIONS."""
+    """SGLang on H100, EP32: +27 to +35% at the same tokens."""
     layout = ParallelLayout(dp=32, ep=32, redundant_experts=32)
     shape = StepShape(None, (Sequences(rows / 1024, 1024.0, 0.0, 1024.0, 1.0),))
-    assert 1.2 < gain(layout, "prefill", shape) < 1.55
+    assert 1.2 < gain(layout, "prefill", shape) < 1.4
 
 
 # --- fused experts --------------------------------------------------------------------------------------------------
@@ -196,7 +198,7 @@ def test_a_fused_layer_does_the_work_of_its_parts_in_one_operator() -> None:
     assert all(i == {"ffn_in", "routing"} for i in inputs)
 
 
-# DeepGEMM PR 316, one B200-class node, EP8: model, tokens a rank, microseconds. None of them was fitted.
+# DeepGEMM PR 316, one B200-class node, EP8: model, tokens a rank, microseconds. The profile is fitted to these.
 MEGAMOE = [
     (FLASH, 1, 56.5),
     (FLASH, 512, 146.5),
@@ -218,16 +220,28 @@ def kernel_s(model: str, hardware: str, ep: int, rows: float, names: tuple[str, 
 
 @pytest.mark.parametrize(("model", "rows", "microseconds"), MEGAMOE)
 def test_fused_experts_against_published_kernels(model: str, rows: int, microseconds: float) -> None:
-    """At one token a rank the start-up, fitted on V4-Pro's hidden size, is all there is."""
+    """One start-up for both models is too long for V4-Flash's rows at one token a rank."""
     predicted = kernel_s(model, "b200", 8, float(rows), ("fused_experts",), fused=True)
-    assert 0.8 < predicted / (microseconds * 1e-6) < (1.6 if rows == 1 else 1.25)
+    assert (0.8 if rows == 1 else 0.9) < predicted / (microseconds * 1e-6) < (1.3 if rows == 1 else 1.15)
+
+
+@pytest.mark.parametrize(("rows", "microseconds"), [(8, 261), (512, 394), (2048, 626), (8192, 1919)])
+def test_fused_nvfp4_experts_against_published_kernels(rows: int, microseconds: float) -> None:
+    """vLLM PR 49636, V4-Pro on a B200-class node: not fitted, MXFP4's shares of another peak."""
+    accelerator = load_hardware("b200")
+    model = replace(load_model(PRO), expert_format=NVFP4)
+    features = GraphFeatures("decode", moe="fused", expert_load=ExpertLoad(sigma=0.0, drift=0.0))
+    built = build_graph(model, ParallelLayout(dp=8, ep=8), ClusterSpec(accelerator, 8), features)
+    operator = next(o for o in built.operators if o.name == "fused_experts")
+    predicted = float(CostModel(accelerator).cost(operator, operator.work(decode(float(rows)))).seconds)
+    assert 0.8 < predicted / (microseconds * 1e-6) < 1.2
 
 
 @pytest.mark.parametrize(("ep", "rows", "microseconds"), [(8, 64, 356), (32, 64, 161), (8, 512, 408), (32, 512, 313)])
 def test_fused_experts_against_kernels_on_gb200(ep: int, rows: int, microseconds: float) -> None:
-    """DeepGEMM PR 323, V4-Pro, balanced."""
+    """DeepGEMM PR 323, V4-Pro, balanced; a later version, at lower peaks, is faster (PR 316), and fitted."""
     predicted = kernel_s(PRO, "gb200-nvl72", ep, float(rows), ("fused_experts",), fused=True)
-    assert 0.8 < predicted / (microseconds * 1e-6) < 1.25
+    assert 0.7 < predicted / (microseconds * 1e-6) < 1.25
 
 
 @pytest.mark.parametrize("model", [FLASH, PRO])
@@ -262,7 +276,7 @@ def test_overlap_accepts_arrays() -> None:
     costs = CostModel(load_hardware("h100"))
     together = step_cost(g, decode(np.asarray([8.0, 100.0])), costs).seconds  # type: ignore[arg-type]
     alone = [float(step_cost(g, decode(n), costs).seconds) for n in (8.0, 100.0)]
-    assert np.asarray(together) == pytest.approx(alone, rel=1e-12)
+    assert np.asarray(together) == pytest.approx(alone, rel=1e-6)
 
 
 # --- whole plans ----------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from deepinfer.hardware.host import load_host
 from deepinfer.hardware.spec import load_hardware
 from planner.validate.explain import explain
 from planner.validate.mapping import map_case, map_layout
-from planner.validate.predict import Outcome, Prediction, predict, validate
+from planner.validate.outcome import Outcome, validate
+from planner.validate.predict import Prediction, predict
 from planner.validate.statistics import group_stats
 from planner.validate.targets import Target, TargetLayout, load_targets
 from tests.test_cli import run
@@ -74,19 +75,26 @@ def test_neither_value_nor_source_nor_free_notes_touch_a_prediction() -> None:
         assert plain.value == other.value
 
 
-def test_dies_of_an_accelerator_are_one_rank() -> None:
+def test_dies_of_an_accelerator_read_dense_weights_each() -> None:
+    """Two dies with half of everything take as long for their half of the requests, but read all that is replicated."""
     dies = {"hardware": "ascend-910c", "gpus": 16, "weights": "int8", "kv": None}
-    split = value(layout={"dp": 32, "ep": 32, "ranks_per_gpu": 2}, **dies)
-    assert split == value(layout={"dp": 16, "ep": 16}, **dies)
+    split = map_case(target(layout={"dp": 32, "ep": 32, "ranks_per_gpu": 2}, **dies))
+    whole = map_case(target(layout={"dp": 16, "ep": 16}, **dies))
+    assert split.cluster.num_gpus == 2 * whole.cluster.num_gpus
+    halves, full = split.cluster.accelerator, whole.cluster.accelerator
+    assert 2 * halves.hbm_bytes_per_s.value == full.hbm_bytes_per_s.value
+    assert 2 * halves.peak_flops_per_s("bf16") == full.peak_flops_per_s("bf16")
+    assert halves.scale_up_domain.value == 2 * full.scale_up_domain.value
+    assert predict(split.target).value > predict(whole.target).value
 
 
 @pytest.mark.parametrize(
     ("degrees", "gpus", "expected"),
     [
-        ({"dp": 32, "ep": 32, "ranks_per_gpu": 2}, 16, (16, 1, 1, 16, 1)),
-        ({"tp": 4, "dp": 8, "ep": 32, "ranks_per_gpu": 2}, 16, (8, 1, 2, 16, 1)),
-        ({"tp": 4, "dp": 8, "ep": 8, "ranks_per_gpu": 2}, 16, (8, 1, 2, 8, 2)),
-        ({"cp": 8, "dp": 2, "ep": 16, "ranks_per_gpu": 2}, 8, (2, 4, 1, 8, 1)),
+        ({"dp": 32, "ep": 32, "ranks_per_gpu": 2}, 16, (32, 1, 1, 32, 1)),
+        ({"tp": 4, "dp": 8, "ep": 32, "ranks_per_gpu": 2}, 16, (8, 1, 4, 32, 1)),
+        ({"tp": 4, "dp": 8, "ep": 8, "ranks_per_gpu": 2}, 16, (8, 1, 4, 8, 4)),
+        ({"cp": 8, "dp": 2, "ep": 16, "ranks_per_gpu": 2}, 8, (2, 8, 1, 16, 1)),
     ],
 )
 def test_expert_groups_are_sliced_over_the_ranks_that_ep_leaves(
@@ -94,14 +102,15 @@ def test_expert_groups_are_sliced_over_the_ranks_that_ep_leaves(
 ) -> None:
     found = map_layout(TargetLayout.model_validate(LAYOUT | degrees), gpus, "ascend-910c")
     assert (found.dp, found.cp, found.tp, found.ep, found.etp) == expected
-    assert found.num_ranks == gpus
+    assert found.num_ranks == 2 * gpus
 
 
 def test_formats_named_by_an_entry_are_those_of_its_model() -> None:
     fp4 = map_case(target(hardware="b200", weights="fp4", kv="fp8")).model
-    # NVFP4: half a byte and one byte of scale per 16; attention is BF16 in such checkpoints.
+    # NVFP4: half a byte and one byte of scale per 16; attention but for its output is BF16 in such checkpoints.
     assert fp4.expert_format.bytes_per_parameter == 0.5625
     assert fp4.dense_format.name == "bf16"
+    assert fp4.ffn_format == fp4.output_format == fp4.expert_format
     assert fp4.kv.name == "fp8"
     own = map_case(target(hardware="b200", model="deepseek-v4-flash", weights="fp4", kv=None)).model
     assert own.expert_format.bytes_per_parameter == 0.5 + 1 / 32

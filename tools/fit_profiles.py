@@ -32,6 +32,7 @@ from kernel_data import (
     deepep_v2_nvlink,
     elementwise,
     fused_moe,
+    fused_moe_published,
     gemm,
     grouped_gemm,
     index_score,
@@ -200,9 +201,9 @@ NVLINK = ("scale_up_efficiency", 0.6)  # of the fused expert kernel, whose link 
 HIDDEN = ("message_sharpness", 4.0)  # as sharp as the roofline's knee by default
 FP8, FP4 = ("fp8_block",), ("nvfp4",)
 CONTEXT = "wideep_context_moe.sglang-0.5.10"
-MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 0)}
-MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 1)}
-MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 0)}
+MOE: dict[str, Formula] = {"wideep_generation_moe.": partial(grouped_gemm, FP8, 256, 96, 0)}
+MOE |= {CONTEXT: partial(grouped_gemm, FP8, 8, 96, 1)}
+MOE_FP4: dict[str, Formula] = {"moe.": partial(grouped_gemm, FP4, 8, 384, 0)}
 
 V1_RDMA = "DeepEP V1 README: low-latency, EP16-EP256 on H800, the only data for scale-out"
 V2_NVLINK = "DeepEP V2 README: EP8 on B200, 8K tokens, 64 and 24 SMs; a rank's copies to itself taken off, "
@@ -247,16 +248,18 @@ def products(hopper: bool) -> list[Entry]:
         Entry("grouped_gemm.fp8", AROUND, MOE, balanced, (TILE,), max_rows=60),
         Entry(
             "fused_moe.fp8",
-            ROOFLINE[:3],
+            (*ROOFLINE[:3], "per_peer_s"),
             {"dsv4_megamoe_module.": fused_moe},
             "balanced, 1 to 32,768 tokens a rank, EP4 to EP32; share of NVLink as of combine's kernels",
             (NVLINK, HIDDEN),
+            published=fused_moe_published(),
+            published_what="DeepGEMM PR 316: V4-Flash and V4-Pro, EP8 on B200",
         ),
         Entry(
             "grouped_gemm.fp4",
-            AROUND,
+            (*AROUND, "read_passes"),
             MOE_FP4,
-            balanced.replace("FP8", "NVFP4"),
+            "balanced, NVFP4 weights, whole and sliced experts, rows as padded to tiles of 128",
             (TILE,),
             max_rows=300,
             fastest=True,
@@ -267,7 +270,7 @@ def products(hopper: bool) -> list[Entry]:
 def attentions(hopper: bool) -> list[Entry]:
     """Attention and index scores. SGLang's prefill on Hopper is left out: its times are those of the absorbed form."""
     fixed = (SPARSE["hopper" if hopper else "blackwell"], HBM)
-    prefill = {"context_mla.trtllm" if hopper else "context_mla.": attention_prefill}
+    prefill = "context_mla.trtllm" if hopper else "context_mla."
     scores, sparse = "dsv4_paged_mqa_logits_module.sglang", "dsv4_hca_attn_module."
     softmax = () if hopper else ("exp_share",)
     keys, lists = (() if hopper else (("flops_per_exp", n),) for n in (640.0, 2048.0))  # products of a query and a key
@@ -284,12 +287,15 @@ def attentions(hopper: bool) -> list[Entry]:
             )
             for p, c in decode.items()
         ),
-        Entry(
-            "attention_prefill.bf16",
-            (*ROOFLINE, "rows_half", *softmax),
-            prefill,
-            "BF16 cache, >= 32 heads, >= 64 tokens, rows = keys of one",
-            keys,
+        *(
+            Entry(
+                f"attention_prefill.{p}",
+                (*ROOFLINE, "rows_half", *softmax),
+                {prefill: partial(attention_prefill, c)},
+                f"{p.upper()} cache, >= 32 heads, >= 64 tokens, rows = keys of one",
+                keys,
+            )
+            for p, c in (("bf16", "bfloat16"), ("fp8", "fp8"))
         ),
         Entry(
             "sparse_attention_decode.bf16", COMPUTE[:1], {sparse: sparse_attention_decode}, START, fixed, "published"
@@ -334,6 +340,7 @@ BORROWED = {
     "gather": ("elementwise", "as copies of rows; short scattered rows will do worse"),
     "gemm.tf32": ("gemm.bf16", "against the TF32 peak"),
     "grouped_gemm.bf16": ("grouped_gemm.fp8", "against the BF16 peak"),
+    "fused_moe.fp4": ("fused_moe.fp8", "against the FP4 peak"),
     "index_score.fp4": ("index_score.fp8", "at the rate of FP8 keys"),
     "index_score.bf16": ("index_score.fp8", "against the BF16 peak"),
 }
@@ -351,6 +358,8 @@ def add_unmeasured(family: str, profile: Profile) -> None:
     source = "no data of its own: start-up and share of bandwidth of Blackwell's topk; " if foreign else ""
     profile["topk"] = {**TOP_K, "kind": "roofline" if foreign else "published", "source": source + TOP_K_SOURCE}
     for key, (near, why) in BORROWED.items():
+        if near not in profile:
+            continue
         source = f"no data of its own: borrowed from {near}, {why}"
         values = {name: value for name, value in profile[near].items() if name not in EVIDENCE}
         profile[key] = {**values, "kind": "roofline", "source": source}
@@ -382,7 +391,8 @@ def fit_family(root: Path, family: str, left_out: str | None = None) -> Profile:
             off = 100 * np.abs(predict([entry.published], entry.key, fit.values) / entry.published.seconds - 1)
             source += f"; {off.size} published points, fitted (weight {WEIGHT:g}), off by {np.median(off):.0f} % "
             source += f"in the median ({entry.published_what})"
-        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted}
+        published = 0 if entry.published is None else entry.published.seconds.size
+        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted + published}
         evidence["log_error_sigma"] = float(f"{(high - low) / 2:.2g}")
         profile[entry.key] = {**fit.values, **evidence, "kind": entry.kind, "source": source}
         numbers = " ".join(f"{name}={value:g}" for name, value in fit.values.items())

@@ -59,7 +59,7 @@ def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
 
 WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125, "nvfp4": 0.5625}
 EXPERT_TILE = 128  # rows of a tile of DeepGEMM's grouped kernels
-CUTLASS_ROWS, LOCAL_EXPERTS = 32, 96  # the most that are read
+CUTLASS_ROWS = 32  # the most that are read
 
 
 def padded_rows(rows: Array) -> Array:
@@ -70,20 +70,21 @@ def padded_rows(rows: Array) -> Array:
     return EXPERT_TILE / 2 / np.maximum(np.ceil(rows / EXPERT_TILE) * EXPERT_TILE / rows - 1, 1e-6)
 
 
-def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, floor_ms: float, t: Array, name: str) -> Rows:
+def grouped_gemm(dtypes: tuple[str, ...], max_ep: float, max_local: int, floor_ms: float, t: Array, name: str) -> Rows:
     """Balanced routed experts of one rank; `num_tokens` counts the tokens of the whole expert group.
 
     Gate and up products pass to the down product through other kernels, in BF16: the activations.
 
     Balanced rows touch min(E_local, expert rows) experts. Kernels not behind a dispatch walk all tokens of the group:
-    read up to EP8. V3's routing picks groups first: below EP8 its balanced rows land on half of the experts, so these
-    are left out. On Hopper, CUTLASS is read up to 32 rows an expert: from there it falls behind DeepGEMM, at 128 by a
-    factor of two. `wideep_context_moe` holds 0.3-0.5 ms of launches: read from 1 ms.
+    read up to EP8. V3's routing picks groups first: where kernels route (all not behind a dispatch) its "balanced"
+    rows land on some of the experts and ranks only, so these are left out. On Hopper, CUTLASS is read up to 32 rows an
+    expert: from there it falls behind DeepGEMM, at 128 by a factor of two. `wideep_context_moe` holds 0.3-0.5 ms of
+    launches: read from 1 ms.
     """
     local, ep = t["num_experts"] / t["moe_ep_size"], t["moe_ep_size"]
     known = np.isin(t["moe_dtype"], dtypes) & np.isin(t["distribution"], ("balanced", "uniform"))
-    known &= (ep <= max_ep) & (t["latency"] > floor_ms) & (local <= LOCAL_EXPERTS)
-    known &= (ep >= 8) | (t["num_experts"] != 256) | (t["hidden_size"] != 7168) | (t["kernel_source"] == "deepepmoe")
+    known &= (ep <= max_ep) & (t["latency"] > floor_ms) & (local <= max_local)
+    known &= (t["num_experts"] != 256) | (t["hidden_size"] != 7168) | (t["kernel_source"] == "deepepmoe")
     few = t["num_tokens"] * t["topk"] / t["num_experts"] <= CUTLASS_ROWS
     slow = (t["kernel_source"] == "moe_torch_flow_cutlass") & (t["moe_dtype"] == "fp8_block")
     t = t[known & (few | ~slow)]
@@ -109,12 +110,14 @@ def attention_decode(cache: tuple[str, float], t: Array, name: str) -> Rows:
     return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads, context)
 
 
-def attention_prefill(t: Array, name: str) -> Rows:
+def attention_prefill(cache: str, t: Array, name: str) -> Rows:
     """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once.
+
+    With an FP8 `cache` the products run in FP8, and what is read is quantised on the way.
 
     `rows` counts the keys that a query row sees, on average: short lists are slow, also where few rows see many keys.
     """
-    t = t[(t["kv_cache_dtype"] == "bfloat16") & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
+    t = t[(t["kv_cache_dtype"] == cache) & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
     heads, n, step = 1.0 * t["num_heads"] * t["batch_size"], 1.0 * t["isl"], t["step"]
     per_row = step + (n + 1) / 2
     flops, read = 2 * heads * 320 * n * per_row, heads * 2 * (n * 192 + (n + step) * 320)
@@ -268,4 +271,18 @@ def fused_moe(t: Array, name: str) -> Rows:
     touched = np.minimum(t["num_experts"] / ep, rows)
     read = touched * weights * (0.5 + 1 / 32) + rows * hidden * 33 / 32
     sent = sent_bytes(tokens * hidden * (33 / 32 + 2), ep, t["num_experts"], topk)
-    return Rows(name, t["latency"] * 1e-3, 2 * rows * weights, read, rows * hidden * 2, rows / touched, scale_up=sent)
+    work = 2 * rows * weights, read, rows * hidden * 2, rows / touched
+    return Rows(name, t["latency"] * 1e-3, *work, peers=ep, scale_up=sent)
+
+
+def fused_moe_published() -> Rows:
+    """DeepGEMM PR 316, MegaMoE over 8 B200: V4-Flash and V4-Pro at 1, 512, 8,192 and 32,768 tokens a rank."""
+    tokens = np.tile([1.0, 512.0, 8192.0, 32768.0], 2)
+    hidden, width, experts = (np.repeat(pair, 4) for pair in ((4096.0, 7168.0), (2048.0, 3072.0), (256.0, 384.0)))
+    us = np.array([56.5, 146.5, 1283.0, 4856.0, 108.1, 369.6, 2819.0, 10655.0])
+    rows, weights = tokens * 6, 3.0 * hidden * width
+    touched = np.minimum(experts / 8, rows)
+    read = touched * weights * (0.5 + 1 / 32) + rows * hidden * 33 / 32
+    sent = sent_bytes(tokens * hidden * (33 / 32 + 2), 8.0, experts, 6.0)
+    work = 2 * rows * weights, read, rows * hidden * 2, rows / touched
+    return Rows("b200", us * 1e-6, *work, peers=8.0, scale_up=sent)

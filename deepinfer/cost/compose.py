@@ -96,18 +96,25 @@ def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> 
 
     `shape` must be one step, not an array of them.
     """
+    totals: dict[tuple[str, str], float] = {}
+    for operator, seconds in zip(graph.operators, path_seconds(graph, shape, costs), strict=True):
+        key = (operator.name, operator.stream)
+        totals[key] = totals.get(key, 0.0) + seconds
+    items = [PathItem(name, stream, spent) for (name, stream), spent in totals.items()]
+    return sorted((i for i in items if i.seconds > 0), key=lambda i: -i.seconds)
+
+
+def path_seconds(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> list[float]:
+    """Seconds that each of `graph.operators` contributes to the critical path of one step; they add up to it."""
     seconds, _ = operator_seconds(graph, shape, costs)
     ends = [float(end) for end in finish_times(graph, seconds)]
-    totals: dict[tuple[str, str], float] = {}
+    spent = [0.0] * len(graph.operators)
     position = max(range(len(ends)), key=lambda i: ends[i], default=None)
     while position is not None:
         step = graph.steps[position]
-        operator = graph.operators[step.operator]
-        key = (operator.name, operator.stream)
-        totals[key] = totals.get(key, 0.0) + float(seconds[step.operator])
+        spent[step.operator] += float(seconds[step.operator])
         position = max(step.after, key=lambda i: ends[i], default=None)
-    items = [PathItem(name, stream, spent) for (name, stream), spent in totals.items()]
-    return sorted((i for i in items if i.seconds > 0), key=lambda i: -i.seconds)
+    return spent
 
 
 def finish_times(graph: ExecutionGraph, seconds: Sequence[Num]) -> list[Num]:

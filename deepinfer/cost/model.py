@@ -101,15 +101,19 @@ class CostProfile(BaseModel):
     description: str
     operators: dict[str, OperatorParameters]
 
+    def key(self, kind: OpKind, precision: str) -> str:
+        """The name of the entry `kind.precision`, else of `kind`. Raises NoDataError when the profile has neither."""
+        for name in (f"{kind}.{precision}", str(kind)):
+            if name in self.operators:
+                return name
+        raise NoDataError(
+            f"cost profile {self.family} has no parameters for {kind} at {precision}; "
+            "calibrate it or add an entry with a source"
+        )
+
     def parameters(self, kind: OpKind, precision: str) -> OperatorParameters:
         """The entry `kind.precision`, else `kind`. Raises NoDataError when the profile has neither."""
-        found = self.operators.get(f"{kind}.{precision}") or self.operators.get(str(kind))
-        if found is None:
-            raise NoDataError(
-                f"cost profile {self.family} has no parameters for {kind} at {precision}; "
-                "calibrate it or add an entry with a source"
-            )
-        return found
+        return self.operators[self.key(kind, precision)]
 
 
 def load_profile(family: str) -> CostProfile:
@@ -223,11 +227,13 @@ def _rounded_maximum(a: Num, b: Num, sharpness: float) -> Num:
     high, low = larger(a, b), smaller(a, b)
     ratio = low / larger(high, 1e-300)
     if not isinstance(ratio, np.ndarray):
-        return high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
+        exact: Num = high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
+        return exact
     values, slopes = _rounding(sharpness)
     at = ratio * float(_ROUNDING_CELLS)
     cell = at.astype(np.intp)
-    return high * (values.take(cell) + (at - cell) * slopes.take(cell))
+    rounded: Num = high * (values.take(cell) + (at - cell) * slopes.take(cell))
+    return rounded
 
 
 _ROUNDING_CELLS = 4096

@@ -117,6 +117,8 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
         raise UsageError(f"the plan's pools use {sum(set_aside)} GPUs, its cluster has {plan.gpus}")
     deployments = []
     kinds = [load_hardware(pool.hardware or plan.hardware) for pool in plan.pools]
+    if plan.network is not None:
+        kinds = [plan.network.under(accelerator) for accelerator in kinds]
     for pool, gpus, accelerator in zip(plan.pools, set_aside, kinds, strict=True):
         fitted = fit_to_hardware(model, accelerator, pool.settings.kv_format)
         # Accelerators of a kind that no pool uses are shared out: figures are per accelerator paid for.

@@ -32,14 +32,15 @@ def simulate_plan(plan: Plan) -> Summary:
 def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of a large engine, and of two
-    pools, it is a share of the attention replicas of a step group, as long as `SAMPLED_BY_AN_ENGINE` requests, or
-    `SAMPLED_REQUESTS` of the pool that decodes, run at once. Poisson
-    arrivals are shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a
-    little harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
+    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of a large engine it is some
+    of the attention replicas, as long as `SAMPLED_BY_AN_ENGINE` requests run at once. Of two pools it is the same
+    share of each: whole step groups that prefill, because the more replicas step together the rarer they all idle, and
+    if need be some attention replicas of one that decodes, as long as `SAMPLED_REQUESTS` decode. Poisson arrivals are
+    shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
+    harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
-    parts = _num_parts(deployments) if isinstance(arrivals, ClosedLoop) else _num_routed_parts(deployments)
+    parts = _num_parts(deployments, isinstance(arrivals, ClosedLoop))
     share: Arrivals
     match arrivals:
         case ClosedLoop(concurrency=users) if users % parts == 0:
@@ -55,44 +56,38 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
 
 def parts_of(plan: Plan) -> int:
     """Into how many alike parts a plan's pools are divided in a closed loop, of which one is simulated."""
-    return _num_parts(resolve(plan))
+    return _num_parts(resolve(plan), closed=True)
 
 
-def _num_parts(deployments: tuple[Deployment, ...]) -> int:
-    if len(deployments) > 1:
-        return _num_routed_parts(deployments)
-    (engines,) = deployments
-    replicas, requests = engines.replicas_per_group, engines.replicas_per_group * engines.settings.max_num_seqs
-    if engines.step_groups > engines.replicas:
-        return engines.replicas
-    shares = [k for k in range(2, replicas + 1) if replicas % k == 0 and requests // k >= SAMPLED_BY_AN_ENGINE]
-    return engines.replicas * max(shares, default=1)
-
-
-def _num_routed_parts(deployments: tuple[Deployment, ...]) -> int:
-    """Parts of whole engines where there is one pool, and shared out at random."""
+def _num_parts(deployments: tuple[Deployment, ...], closed: bool) -> int:
     if len(deployments) == 1:
-        return deployments[0].replicas
-    common = math.gcd(*(d.attention_replicas for d in deployments))
+        return deployments[0].replicas * (_num_shares(deployments[0]) if closed else 1)
+    prefill = next(d for d in deployments if d.role == "prefill")
     decode = next(d for d in deployments if d.role == "decode")
+    common = math.gcd(prefill.step_groups, decode.attention_replicas)
     requests = decode.attention_replicas * decode.settings.max_num_seqs
     return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
 
 
-def _part(deployment: Deployment, parts: int) -> Deployment:
-    """One of so many alike parts of a pool: some of the attention replicas of some of its engines.
+def _num_shares(engines: Deployment) -> int:
+    """Into how many alike shares the attention replicas of an engine are divided, where they all step together."""
+    replicas = engines.replicas_per_group
+    if engines.step_groups > engines.replicas:
+        return 1
+    requests = replicas * engines.settings.max_num_seqs
+    return max(
+        k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_BY_AN_ENGINE)
+    )
 
-    Of a prefill pool one replica of many engines: engines hand over prompts in batches, and many do so more evenly. Of
-    others many replicas of few engines, because replicas of one engine wait for each other.
+
+def _part(deployment: Deployment, parts: int) -> Deployment:
+    """One of so many alike parts of a pool: many replicas of few step groups, because those of one wait for each other.
+
+    Whole step groups where they divide evenly, as they do where a pool prefills.
     """
     num_gpus, replicas = deployment.num_gpus / parts, deployment.attention_replicas // parts
     per_group = deployment.replicas_per_group
-    fitting = [
-        groups
-        for groups in range(1, min(replicas, deployment.step_groups) + 1)
-        if replicas % groups == 0 and replicas // groups <= per_group
-    ]
-    groups = max(fitting) if deployment.role == "prefill" else min(fitting)
+    groups = next(g for g in range(1, replicas + 1) if replicas % g == 0 and replicas // g <= per_group)
     if deployment.replicas % parts == 0 and replicas // groups == per_group:
         return replace(deployment, replicas=deployment.replicas // parts, num_gpus=num_gpus)
     return replace(deployment, sample=Sample(groups, replicas // groups), num_gpus=num_gpus)

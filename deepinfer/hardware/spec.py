@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -90,6 +90,27 @@ class Accelerator(BaseModel):
             if rate in self.flops_per_s:
                 return self.flops_per_s[rate].value
         raise NoDataError(f"hardware {self.name}: flops_per_s.{precision} is not in the catalog; add it with a source")
+
+    def part(self, parts: int) -> Accelerator:
+        """One of so many equal parts (dies) with its share of units, memory and links; itself for one."""
+        if parts == 1:
+            return self
+
+        def share(quantity: Quantity, factor: float = 1.0 / parts) -> Quantity:
+            return quantity.model_copy(update={"value": quantity.value * factor})
+
+        def link(whole: Link) -> Link:
+            return whole.model_copy(update={"bytes_per_s": share(whole.bytes_per_s)})
+
+        shared: dict[str, Any] = {
+            name: share(getattr(self, name))
+            for name in ("num_sms", "hbm_bytes", "hbm_bytes_per_s", "exp_per_s", "power_w", "price_usd_per_hour")
+            if getattr(self, name) is not None
+        }
+        shared |= {name: share(getattr(self, name), parts) for name in ("scale_up_domain", "gpus_per_host")}
+        shared |= {"scale_up": link(self.scale_up), "scale_out": link(self.scale_out)}
+        shared["flops_per_s"] = {rate: share(peak) for rate, peak in self.flops_per_s.items()}
+        return self.model_copy(update=shared)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from deepinfer.errors import UsageError
 from deepinfer.files import first_fault, read_json
+from deepinfer.hardware.cluster import Network
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.settings import EngineSettings
@@ -20,7 +21,7 @@ from deepinfer.workload.spec import Workload
 
 PLAN_VERSION = 1
 
-Objective = Literal["throughput", "cost", "energy", "gpus"]
+Objective = Literal["throughput", "goodput", "cost", "energy", "gpus"]
 PoolRole = Literal["mixed", "prefill", "decode"]
 RouterName = Literal["round_robin", "least_loaded", "cache_aware"]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -101,6 +102,7 @@ class Plan(BaseModel):
     host: str = "deepinfer"
     router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
+    network: Network | None = None
     prediction: Summary | None = None
 
     @model_validator(mode="after")

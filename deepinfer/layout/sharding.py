@@ -18,7 +18,7 @@ from deepinfer.model.spec import (
     MoE,
 )
 
-_SPLIT_BY_VOCABULARY_OR_WIDTH = ("embedding", "lm_head", "ffn")
+_SPLIT_BY_VOCABULARY_OR_WIDTH = ("embedding", "lm_head", "ffn", "attention_output")
 
 
 def local_kv_heads(attention: GroupedQueryAttention, tp: int) -> int:

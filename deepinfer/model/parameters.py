@@ -59,6 +59,7 @@ def parameters(spec: ModelSpec) -> list[Parameters]:
 
 def _layer(spec: ModelSpec, layer: LayerSpec, owner: Literal["backbone", "draft"]) -> Iterator[Parameters]:
     hidden, dense = spec.hidden_size, spec.dense_format
+    ffn = spec.ffn_format or dense
 
     def group(
         item: str,
@@ -76,10 +77,10 @@ def _layer(spec: ModelSpec, layer: LayerSpec, owner: Literal["backbone", "draft"
         moe = layer.ffn
         expert = 3 * hidden * moe.width
         yield group("experts", moe.num_experts * expert, spec.expert_format, moe.topk * expert, "expert")
-        yield group("shared_experts", moe.num_shared * expert, dense)
+        yield group("shared_experts", moe.num_shared * expert, ffn)
         yield group("router", hidden * moe.num_experts, BF16)
     else:
-        yield group("ffn", 3 * hidden * layer.ffn.width, dense)
+        yield group("ffn", 3 * hidden * layer.ffn.width, ffn)
     if spec.hc_mult:
         yield group("hyper_connections", 2 * hyper_connection_parameters(spec), FP32)
     if layer.engram is not None:
@@ -98,7 +99,9 @@ def _attention(spec: ModelSpec, attention: Attention) -> Iterator[tuple[str, int
         yield "attention", grouped_query_parameters(attention, hidden), dense
         return
     if isinstance(attention, LatentAttention):
-        yield "attention", latent_attention_parameters(attention, hidden), dense
+        output = attention.num_heads * attention.v_dim * hidden
+        yield "attention", latent_attention_parameters(attention, hidden) - output, dense
+        yield "attention_output", output, spec.output_format or dense
         if attention.indexer is not None:
             heads, dim = attention.indexer.num_heads, attention.indexer.dim
             yield "index_keys", hidden * dim, BF16

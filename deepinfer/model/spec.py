@@ -35,6 +35,8 @@ MXFP4 = WeightFormat("mxfp4", "fp8", 0.5 + 1.0 / 32)
 NVFP4 = WeightFormat("nvfp4", "fp4", 0.5 + 1.0 / 16)
 # One byte a weight and a scale per output channel, which is nothing beside thousands of weights.
 INT8 = WeightFormat("int8", "fp8", 1.0)
+# Groups of 32 with a BF16 scale; activations stay BF16 (Kimi-K2-Thinking's config, compressed-tensors W4A16).
+INT4 = WeightFormat("int4", "bf16", 0.5 + 2.0 / 32)
 _CONVERTIBLE = {INT8.name: INT8}
 
 
@@ -214,7 +216,11 @@ class KVFormat:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The facts of a model that layouts, graphs and costs are computed from."""
+    """The facts of a model that layouts, graphs and costs are computed from.
+
+    All that is not routed has `dense_format`, unless a checkpoint keeps shared experts and dense layers (`ffn_format`)
+    or its attention output projections (`output_format`) in another one.
+    """
 
     name: str
     family: str
@@ -229,6 +235,8 @@ class ModelSpec:
     kv: KVFormat
     hc_mult: int = 0
     vision_parameters: int = 0
+    ffn_format: WeightFormat | None = None
+    output_format: WeightFormat | None = None
 
     @property
     def window(self) -> int:
@@ -276,7 +284,13 @@ class ModelSpec:
                 raise UsageError(f"unknown weight format {name!r}: known are {', '.join(_CONVERTIBLE)}")
             return _CONVERTIBLE[name]
 
-        return replace(self, dense_format=convert(self.dense_format), expert_format=convert(self.expert_format))
+        return replace(
+            self,
+            dense_format=convert(self.dense_format),
+            expert_format=convert(self.expert_format),
+            ffn_format=self.ffn_format and convert(self.ffn_format),
+            output_format=self.output_format and convert(self.output_format),
+        )
 
     def _kv_bytes(self, attention: Attention) -> float:
         if not isinstance(attention, CompressedAttention):

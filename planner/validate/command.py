@@ -7,8 +7,8 @@ from pathlib import Path
 
 from deepinfer.errors import UsageError
 from deepinfer.files import write_file
-from planner.validate.predict import Outcome
-from planner.validate.predict import validate as validate_targets
+from planner.validate.outcome import Outcome
+from planner.validate.outcome import validate as validate_targets
 from planner.validate.targets import load_targets
 
 

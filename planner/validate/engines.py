@@ -24,8 +24,9 @@ class EngineProfile(BaseModel):
 
     A step takes at most `chunk_tokens` prompt tokens, `large_chunk_tokens` on accelerators from 160 GB on; with
     `chunk_shared` that is for all attention replicas together, else for each; with `stated_chunk_aligned` servers whose
-    setting is stated compute the prompts of all replicas in the same steps. `eager_s_per_layer` is the least that a
-    step whose kernels are launched one by one takes, by model family, where it has been measured.
+    setting is stated compute the prompts of all replicas in the same steps. `exchange_wait_s` is what a dispatch takes
+    longer in a running server than on its own, with experts evenly used. `eager_s_per_layer` is the least that a step
+    whose kernels are launched one by one takes, by model family, where it has been measured.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -36,6 +37,7 @@ class EngineProfile(BaseModel):
     large_chunk_tokens: Annotated[int, Field(ge=1)] | None = None
     chunk_shared: bool = False
     stated_chunk_aligned: bool = False
+    exchange_wait_s: Annotated[float, Field(ge=0)] = 0.0
     eager_s_per_layer: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
     source: Annotated[str, Field(min_length=8)]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from deepinfer.cost.model import CostModel
 from deepinfer.graph.ops import Operator, Work
 from planner.validate.mapping import map_case
-from planner.validate.predict import Outcome, TimedStep
+from planner.validate.outcome import Outcome
+from planner.validate.predict import TimedStep
 
 
 @dataclass(frozen=True)

@@ -8,24 +8,36 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from deepinfer.cost.model import CostModel
+from deepinfer.cost.model import CostModel, CostProfile
 from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import UsageError
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.placement import ExpertLoad
+from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.model.hf import load_model
-from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
+from deepinfer.model.spec import BF16, FP8_BLOCK_128, INT4, INT8, MXFP4, NVFP4, ModelSpec, WeightFormat
 from planner.validate.engines import EngineProfile, load_engine
 from planner.validate.targets import Target, TargetLayout
 
-_MODEL_ALIASES = {"deepseek-r1": "deepseek-v3", "deepseek-v3.1": "deepseek-v3", "deepseek-v3.2-exp": "deepseek-v3.2"}
+# Checkpoints of one architecture (their config.json files agree in all that a graph is made of).
+_MODEL_ALIASES = {
+    "deepseek-r1": "deepseek-v3",
+    "deepseek-r1-0528": "deepseek-v3",
+    "deepseek-v3-0324": "deepseek-v3",
+    "deepseek-v3.1": "deepseek-v3",
+    "deepseek-v3.2-exp": "deepseek-v3.2",
+    "kimi-k2-instruct": "kimi-k2",
+    "kimi-k2-thinking": "kimi-k2",
+}
+_HARDWARE_ALIASES = {"gb200": "gb200-nvl72", "gb300": "gb300-nvl72"}
 # Models whose later release ships a drafter that makes a block in one pass (DSpark) instead of one token.
 _BLOCK_DRAFTERS = {"deepseek-v4-flash": "deepseek-v4-flash-0731", "deepseek-v4-pro": "deepseek-v4-pro-dspark"}
 _BLOCK_LENGTH = 5
+RANDOM_TOKENS_SIGMA = 0.61
+"""Spread of expert popularity on random ids: Gini 0.29 to 0.38, the middle (DODOCO, arXiv 2605.20982; 0.24 on text)."""
 _DIES_PER_ACCELERATOR = {"ascend-910c": 2}
-_FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4}
+_FORMATS = {"fp8": FP8_BLOCK_128, "int8": INT8, "bf16": BF16, "nvfp4": NVFP4, "mxfp4": MXFP4, "int4": INT4}
 # Names of one entry's KV format in the order they are tried; INT8 records are as long as FP8's.
 _KV_NAMES = {
     "fp8": ("fp8", "fp8-v4", "mxfp8"),
@@ -61,71 +73,74 @@ class Case:
         return self.engine.chunk_rows(self.cluster.accelerator, self.replicas, self.target.stated_chunk)
 
 
-def map_case(target: Target) -> Case:
-    """The engine that an entry measured. Raises UsageError or NoDataError with the reason where there is none."""
-    accelerator = _hardware(target.hardware)
-    model = _model(target, accelerator)
+def map_case(target: Target, profile: CostProfile | None = None) -> Case:
+    """The engine that an entry measured, priced by its hardware's cost profile or the one given.
+
+    Raises UsageError or NoDataError with the reason where there is none.
+    """
+    dies = target.layout.ranks_per_gpu
+    costs = _costs(target.hardware, dies)
+    if profile is not None:
+        costs = CostModel(costs.accelerator, profile)
+    model = _model(target, costs.accelerator)
     layout = map_layout(target.layout, target.gpus, target.hardware)
     engine = load_engine(target.engine)
     return Case(
         target=target,
         model=model,
-        cluster=ClusterSpec(accelerator, target.gpus),
+        cluster=ClusterSpec(costs.accelerator, target.gpus * dies),
         layout=layout,
         stages=target.layout.pp,
         engine=engine,
         host=load_host(engine.host) if engine.host else None,
-        costs=_costs(target.hardware),
+        costs=costs,
         expert_load=_expert_load(target),
     )
 
 
 def _expert_load(target: Target) -> ExpertLoad:
-    """Forced balance as stated; kernels are timed on uniform routing; else real text, EPLB where there are copies."""
+    """Forced balance as stated; kernels are timed on uniform routing; else text or random ids, EPLB with copies."""
     if target.expert_load == "balanced":
         return ExpertLoad(balanced=True)
     if target.kind == "kernel" and target.expert_load != "real":
         return ExpertLoad(sigma=0.0, drift=0.0)
-    return ExpertLoad(eplb=target.layout.redundant_experts > 0)
+    sigma = RANDOM_TOKENS_SIGMA if target.random_tokens else TYPICAL_LOAD.sigma
+    return ExpertLoad(sigma=sigma, eplb=target.layout.redundant_experts > 0)
 
 
 def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout:
-    """The layout over accelerators. Where ranks are the dies of one accelerator, neighbouring ranks become one.
+    """The layout over ranks, which may be the dies of an accelerator.
 
-    tp is the fastest axis of the attention plane and the slices of an expert of the expert plane, so they shrink first.
     Raises UsageError where the two planes cannot be told from the degrees.
     """
     dies = layout.ranks_per_gpu
     if dies != 1 and dies != _DIES_PER_ACCELERATOR.get(hardware):
         raise UsageError(f"{dies} ranks per accelerator on {hardware}: an accelerator of the catalog is one rank")
-    if layout.tp * layout.dp * layout.cp * layout.pp != gpus * dies:
-        raise UsageError(f"tp x dp x cp x pp does not cover {gpus} accelerators of {dies} ranks")
     ranks = layout.tp * layout.dp * layout.cp
+    if ranks * layout.pp != gpus * dies:
+        raise UsageError(f"tp x dp x cp x pp does not cover {gpus} accelerators of {dies} ranks")
     if ranks % layout.ep:
         raise UsageError(f"ep {layout.ep} does not divide the {ranks} ranks of a stage")
-    etp, ep = _merged((ranks // layout.ep, layout.ep), dies)
-    tp, cp, dp = _merged((layout.tp, layout.cp, layout.dp), dies)
-    return ParallelLayout(dp=dp, cp=cp, tp=tp, ep=ep, etp=etp, redundant_experts=layout.redundant_experts)
-
-
-def _merged(degrees: tuple[int, ...], dies: int) -> tuple[int, ...]:
-    """Degrees from the fastest axis on, with `dies` neighbours taken as one. Raises UsageError where none divides."""
-    for position, degree in enumerate(degrees):
-        if degree % dies == 0:
-            return (*degrees[:position], degree // dies, *degrees[position + 1 :])
-    raise UsageError(f"no degree of {degrees} covers the {dies} ranks of one accelerator")
+    return ParallelLayout(
+        dp=layout.dp,
+        cp=layout.cp,
+        tp=layout.tp,
+        ep=layout.ep,
+        etp=ranks // layout.ep,
+        redundant_experts=layout.redundant_experts,
+    )
 
 
 def _hardware(name: str) -> Accelerator:
     try:
-        return load_hardware(name)
+        return load_hardware(_HARDWARE_ALIASES.get(name, name))
     except UsageError:
         raise UsageError(f"hardware {name!r} is not in the catalog") from None
 
 
 @lru_cache
-def _costs(hardware: str) -> CostModel:
-    return CostModel(load_hardware(hardware))
+def _costs(hardware: str, parts: int) -> CostModel:
+    return CostModel(_hardware(hardware).part(parts))
 
 
 def _model(target: Target, accelerator: Accelerator) -> ModelSpec:
@@ -165,14 +180,16 @@ def _drafts_blocks(target: Target) -> bool:
 def with_experts(model: ModelSpec, card: ModelSpec, weights: str) -> ModelSpec:
     """The model with routed experts in format `weights`.
 
-    FP4 of a checkpoint that has none of its own means NVFP4 experts beside BF16 attention, as in NVIDIA's checkpoints
-    (TensorRT-LLM tech blog 1, table "Precision Strategy").
+    FP4 of a checkpoint that has none of its own means NVIDIA's (nvidia/DeepSeek-R1-0528-FP4-v2, model card): experts,
+    shared ones and dense layers in NVFP4, attention in BF16 (TensorRT-LLM tech blog 1, table "Precision Strategy") but
+    for its output projection, which version 2 quantises too.
     """
     if weights == "fp4" and card.expert_format is MXFP4:
         return replace(model, expert_format=MXFP4)
     if weights in ("fp4", "nvfp4"):
-        dense = BF16 if card.expert_format is not MXFP4 else model.dense_format
-        return replace(model, expert_format=NVFP4, dense_format=dense)
+        if card.expert_format is MXFP4:
+            return replace(model, expert_format=NVFP4)
+        return replace(model, expert_format=NVFP4, dense_format=BF16, ffn_format=NVFP4, output_format=NVFP4)
     return replace(model, expert_format=_format(weights))
 
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.errors import DeepinferError, UsageError
+from deepinfer.cost.model import CostProfile
+from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.build.common import Phase
 from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.ops import OpKind
 from deepinfer.graph.shape import Sequences, StepShape
 from planner.validate.kernels import kernel_step
 from planner.validate.mapping import Case, map_case
@@ -55,45 +57,23 @@ class Prediction:
     steps: WeightedSteps
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """An entry with its prediction, or with the reason why there is none."""
+def predict(target: Target, profile: CostProfile | None = None) -> Prediction:
+    """The prediction of one entry, with another cost profile than its hardware's if one is given.
 
-    target: Target
-    prediction: Prediction | None
-    reason: str | None
-
-    @property
-    def error(self) -> float | None:
-        """Predicted over measured, less one; None without a prediction."""
-        return None if self.prediction is None else self.prediction.value / self.target.value - 1.0
-
-
-def validate(targets: list[Target]) -> list[Outcome]:
-    """Every entry predicted, or with a reason."""
-    outcomes = []
-    for target in targets:
-        try:
-            outcomes.append(Outcome(target, predict(target), None))
-        except DeepinferError as error:
-            outcomes.append(Outcome(target, None, str(error)))
-    return outcomes
-
-
-def predict(target: Target) -> Prediction:
-    """The prediction of one entry. Raises a `DeepinferError` with the reason where there is none."""
+    Raises a `DeepinferError` with the reason where there is none.
+    """
     if target.metric == "ratio":
-        return _ratio(target)
-    return _KINDS[target.kind](map_case(target))
+        return _ratio(target, profile)
+    return _KINDS[target.kind](map_case(target, profile))
 
 
-def _ratio(target: Target) -> Prediction:
+def _ratio(target: Target, profile: CostProfile | None) -> Prediction:
     """Throughput with the entry's overlap over the throughput without."""
     if target.kind == "kernel":
         raise UsageError("a ratio of kernels is not defined by the schema")
     rate = target.model_copy(update={"metric": "tokens_per_s_per_gpu"})
     plain = rate.model_copy(update={"layout": target.layout.model_copy(update={"overlap": "none"})})
-    with_overlap, without = predict(rate), predict(plain)
+    with_overlap, without = predict(rate, profile), predict(plain, profile)
     value = with_overlap.value / without.value
     return Prediction(value, value, value, with_overlap.steps)
 
@@ -118,7 +98,7 @@ def _decode(case: Case) -> Prediction:
     if target.aggregated and target.isl is not None and target.osl is not None:
         steps = _with_prefill(case, quiet, decode, mean_rows)
     step_s = sum(weight * step.seconds for weight, step in steps)
-    per_gpu = requests * case.replicas / case.layout.num_ranks
+    per_gpu = requests * case.replicas * case.stages / target.gpus
     return _in_metric(target.metric, step_s / tau, per_gpu * tau / step_s, steps)
 
 
@@ -236,17 +216,22 @@ def _tau(case: Case) -> float:
 
 
 def _timed(case: Case, title: str, phase: Phase, nextn: int, shape: StepShape) -> TimedStep:
-    """A step with its host time, what exceeds the device's or the gap to the next step; single forwards have none."""
+    """A step with its host time, what exceeds the device's or the gap to the next step, and what ranks wait for others.
+
+    Single forwards have no host time.
+    """
     graph = build_graph(case.model, case.layout, case.cluster, _features(case, phase, nextn))
     device_s = float(step_cost(graph, shape, case.costs).seconds)
+    exchanges = sum(graph.operators[step.operator].kind is OpKind.DISPATCH for step in graph.steps)
+    waiting_s = exchanges * case.engine.exchange_wait_s
     if case.host is None or case.target.kind == "step":
-        return TimedStep(title, graph, shape, device_s, 0.0)
+        return TimedStep(title, graph, shape, device_s, waiting_s)
     count, captured = math.ceil(shape.decode.count) if shape.decode else 0, not shape.prefill
     busy_s = case.host.submit_seconds(count, len(graph.steps), captured) + case.host.deliver_seconds(count)
     if not captured:
         busy_s = max(busy_s, case.engine.eager_seconds(case.model))
-    host_s = max(case.host.step_gap_s.value, busy_s - device_s)
-    return TimedStep(title, graph, shape, device_s, host_s)
+    host_s = max(case.host.step_gap_s.value, busy_s - device_s - waiting_s)
+    return TimedStep(title, graph, shape, device_s, host_s + waiting_s)
 
 
 def _features(case: Case, phase: Phase, nextn: int) -> GraphFeatures:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from planner.validate.explain import Explanation
-from planner.validate.predict import Outcome
+from planner.validate.outcome import Outcome
 from planner.validate.statistics import GroupStats, group_stats
 
 WORST = 12
@@ -18,7 +18,7 @@ _SHORT = {"tokens_per_s_per_gpu": "tok/s/GPU"}
 
 
 def to_json(outcomes: list[Outcome]) -> str:
-    """Every entry and every group; `error` is predicted / measured - 1."""
+    """Every entry and every group; `error` is predicted / measured - 1, `low` and `high` end the 80% band."""
     entries = [_entry(o) for o in outcomes]
     groups = [asdict(g) for g in group_stats(outcomes)]
     return json.dumps({"entries": entries, "groups": groups}, indent=2)
@@ -31,6 +31,8 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
         "kind": outcome.target.kind,
         "metric": outcome.target.metric,
         "predicted": None if found is None else found.value,
+        "low": None if outcome.ends is None else outcome.ends[0],
+        "high": None if outcome.ends is None else outcome.ends[1],
         "range": None if found is None or found.low == found.high else [found.low, found.high],
         "measured": outcome.target.value,
         "error": outcome.error,
@@ -43,7 +45,16 @@ def groups_table(outcomes: list[Outcome]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("group", ""):
         table.add_column(name, no_wrap=True)
-    for name in ("", "pre-\ndicted", "median\nerror", "median\n|error|", "p90\n|error|", "Kendall\ntau", "pairs"):
+    for name in (
+        "",
+        "pre-\ndicted",
+        "median\nerror",
+        "median\n|error|",
+        "p90\n|error|",
+        "in\nband",
+        "Kendall\ntau",
+        "pairs",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for group in group_stats(outcomes):
@@ -62,6 +73,7 @@ def _group_row(group: GroupStats) -> tuple[str, ...]:
         _percent(group.median, signed=True),
         _percent(group.median_absolute),
         _percent(group.p90_absolute),
+        _percent(group.inside),
         kendall,
         pairs,
     )
@@ -129,7 +141,7 @@ def explanation_lines(outcome: Outcome, explanations: list[Explanation]) -> list
     assert found is not None
     lines = [
         f"{target.id}: predicted {found.value:.4g}, measured {target.value:.4g} {target.metric} "
-        f"({_percent(outcome.error, signed=True)})"
+        f"({_percent(outcome.error, signed=True)}; 80% band {outcome.band})"
     ]
     for e in explanations:
         lines.append(

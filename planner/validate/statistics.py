@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.validate.predict import Outcome
+from planner.validate.outcome import Outcome
 from planner.validate.targets import Target
 
 GROUPINGS: dict[str, Callable[[Target], str]] = {
@@ -28,7 +28,8 @@ GROUPINGS: dict[str, Callable[[Target], str]] = {
 class GroupStats:
     """Errors of a group: `num` entries, `expressible` of them predicted; statistics are None where none is.
 
-    `kendall` is Kendall's rank correlation over the `pairs` of points that lie on one curve, 1 when all are in order.
+    `inside` is the share of the entries with a band whose measured value lies in it. `kendall` is Kendall's rank
+    correlation over the `pairs` of points that lie on one curve, 1 when all are in order.
     """
 
     grouping: str
@@ -38,6 +39,7 @@ class GroupStats:
     median: float | None
     median_absolute: float | None
     p90_absolute: float | None
+    inside: float | None
     kendall: float | None
     pairs: int
 
@@ -61,10 +63,12 @@ def _stats(grouping: str, name: str, outcomes: list[Outcome]) -> GroupStats:
     in_order, pairs = _ranked_pairs(outcomes)
     kendall = in_order / pairs if pairs else None
     if not len(errors):
-        return GroupStats(grouping, name, len(outcomes), 0, None, None, None, kendall, pairs)
+        return GroupStats(grouping, name, len(outcomes), 0, None, None, None, None, kendall, pairs)
     size = np.abs(errors)
     median, median_size, p90 = float(np.median(errors)), float(np.median(size)), float(np.quantile(size, 0.9))
-    return GroupStats(grouping, name, len(outcomes), len(errors), median, median_size, p90, kendall, pairs)
+    held = [o.inside for o in outcomes if o.inside is not None]
+    inside = float(np.mean(held)) if held else None
+    return GroupStats(grouping, name, len(outcomes), len(errors), median, median_size, p90, inside, kendall, pairs)
 
 
 def _ranked_pairs(outcomes: list[Outcome]) -> tuple[int, int]:

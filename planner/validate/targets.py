@@ -99,6 +99,11 @@ class Target(BaseModel):
         return (self.notes or "").lower().startswith(AGGREGATED)
 
     @property
+    def random_tokens(self) -> bool:
+        """Whether prompts were random token ids: a benchmark's notes say so."""
+        return re.search(r"\brandom\b", (self.notes or "").lower()) is not None
+
+    @property
     def fused_experts(self) -> bool:
         """Whether one kernel exchanged rows and multiplied them: a server's notes say so."""
         return FUSED_EXPERTS in (self.notes or "").lower()

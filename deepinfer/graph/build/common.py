@@ -8,7 +8,7 @@ from typing import Literal
 
 from deepinfer.graph.ops import Message, Operator, OpKind, Pattern, Stream, Work
 from deepinfer.graph.shape import Sequences, StepShape, View
-from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.hardware.spec import ClusterSpec, Precision
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.sharding import check_sharding
@@ -21,10 +21,14 @@ RowsOf = Callable[[StepShape], Num]
 """Rows of one rank that an operator computes."""
 
 ACTIVATION_BYTES = 2.0  # BF16 between operators
+LOGIT_BYTES = 4.0  # sampling works on FP32
 FP8_ACTIVATION_BYTES = 1.0 + 1.0 / 32  # E4M3 with one UE8M0 scale per 32 (model card, activation_scheme)
 PREFILL_GATHER_REUSE = 8.0
 """Neighbouring prompt rows select overlapping entries: a gathered entry serves this many rows from L2.
 An assumption shared with the fit of `sparse_attention_prefill` (tools/fit_profiles.py)."""
+
+SPARSE_HEADS = 64
+"""Sparse kernels compute so many heads at least (FlashMLA README: h_q is 64 or 128); V4's decode has one of its own."""
 
 
 @dataclass(frozen=True)
@@ -240,31 +244,44 @@ def gather_kv_operator(
 
 
 def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tuple[str, str]) -> None:
-    """LM head, its vocabulary split over tp, and sampling for `rows`, from a hidden slot to a token slot."""
-    vocab, hidden, tp = ctx.model.vocab_size, ctx.model.hidden_size, ctx.layout.tp
+    """LM head and sampling for `rows`, from a hidden slot to a token slot."""
     source, target = flow
-    ops.gemm("lm_head", (source, "logits"), rows, hidden, -(-vocab // tp), BF16)
+    logits_operators(ctx, ops, rows, source, "logits")
+
+    def work(shape: StepShape) -> Work:
+        m = rows(shape)
+        read = m * ctx.model.vocab_size * LOGIT_BYTES
+        return Work(precision="bf16", bytes_read=read, bytes_written=m * 8.0, rows=m)
+
+    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
+
+
+def logits_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, source: str, target: str) -> None:
+    """LM head for `rows`, its vocabulary split over tp, and the gathering of its parts."""
+    vocab, hidden, tp = ctx.model.vocab_size, ctx.model.hidden_size, ctx.layout.tp
+    ops.gemm("lm_head", (source, target), rows, hidden, -(-vocab // tp), BF16)
     if tp > 1:
         ops.collective(
             "gather_logits",
             OpKind.ALL_GATHER,
-            ("logits", "logits"),
+            (target, target),
             lambda s: ctx.ring_bytes(rows(s) * vocab * ACTIVATION_BYTES, tp),
             rows,
             tp,
             "all_gather",
         )
 
-    def work(shape: StepShape) -> Work:
-        m = rows(shape)
-        return Work(precision="bf16", bytes_read=m * vocab * 4.0, bytes_written=m * 8.0, rows=m)
-
-    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
-
 
 def total(sequences: tuple[Sequences, ...], per_sequence: Callable[[Sequences], Num]) -> Num:
     """Sum of `per_sequence` over groups of sequences, each times its count."""
     return sum((s.count * per_sequence(s) for s in sequences), 0.0)
+
+
+def cache_precision(bytes_per_number: float) -> Precision:
+    """Queries meet what is cached in its precision: FP4 with scales, 8 bits with or without scales, or BF16."""
+    if bytes_per_number < 1.0:
+        return "fp4"
+    return "fp8" if bytes_per_number < 2.0 else "bf16"
 
 
 def decode_group(shape: StepShape) -> tuple[Sequences, ...]:

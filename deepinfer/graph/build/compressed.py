@@ -9,6 +9,7 @@ from deepinfer.graph.build.common import (
     ACTIVATION_BYTES,
     FP8_ACTIVATION_BYTES,
     PREFILL_GATHER_REUSE,
+    SPARSE_HEADS,
     BuildContext,
     OperatorList,
     RowsOf,
@@ -123,6 +124,21 @@ def _attention(ctx: BuildContext, ops: OperatorList, attention: CompressedAttent
         _sparse_attention(ctx, ops, attention, view, "decode")
     if ctx.has("prefill"):
         _sparse_attention(ctx, ops, attention, view, "prefill")
+        _rotate_heads(ctx, ops, attention, view)
+
+
+def _rotate_heads(ctx: BuildContext, ops: OperatorList, attention: CompressedAttention, view: View) -> None:
+    """What passes over all heads of prompt rows: queries normalised and rotated, outputs rotated back and quantised.
+
+    Decode's few rows stay in caches between the kernels, which start together: measured modules show no such time.
+    """
+    numbers = ctx.heads(attention.num_heads) * attention.head_dim
+
+    def rows(shape: StepShape) -> Num:
+        return total(view(shape).prefill, lambda s: s.rows) / ctx.cp
+
+    row_bytes = (2 * numbers * ACTIVATION_BYTES, numbers * (ACTIVATION_BYTES + FP8_ACTIVATION_BYTES))
+    ops.elementwise("rotate_heads", ("attn_heads", "attn_heads"), rows, row_bytes)
 
 
 def _output(ctx: BuildContext, ops: OperatorList, attention: CompressedAttention, rows: RowsOf) -> None:
@@ -157,6 +173,8 @@ def _sparse_attention(
 ) -> None:
     """Attention over the window and the selected entries; every row gathers its own."""
     kv, heads = ctx.model.kv, ctx.heads(attention.num_heads)
+    if phase == "prefill":
+        heads = max(heads, SPARSE_HEADS)
     q_dim = heads * attention.head_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 

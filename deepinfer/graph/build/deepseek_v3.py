@@ -5,7 +5,14 @@ Decode attends in latent space (absorbed projections); prefill expands the laten
 
 from __future__ import annotations
 
-from deepinfer.graph.build.common import ACTIVATION_BYTES, BuildContext, OperatorList, decode_group, total
+from deepinfer.graph.build.common import (
+    ACTIVATION_BYTES,
+    BuildContext,
+    OperatorList,
+    cache_precision,
+    decode_group,
+    total,
+)
 from deepinfer.graph.build.context import gather_context, gather_queries, merge_outputs
 from deepinfer.graph.build.decoder import decoder_blocks
 from deepinfer.graph.build.latent import absorbed_operators, output_operator, query_operators
@@ -37,7 +44,7 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
     heads, rank, entry_bytes = ctx.heads(attention.num_heads), attention.kv_lora_rank, ctx.model.kv.main_bytes
     latent, dcp = rank + attention.rope_dim, ctx.layout.dcp
 
-    attending = heads * dcp
+    attending, precision = heads * dcp, cache_precision(entry_bytes / latent)
 
     def rows(shape: StepShape) -> Num:
         return total(decode_group(view(shape)), lambda s: s.rows) / ctx.cp
@@ -49,6 +56,7 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
         per_sequence = sequences[0].rows if sequences else 1.0
         return Work(
             flops=2.0 * attending * (latent + rank) * pairs,
+            precision=precision,
             bytes_read=cached * entry_bytes + m * attending * latent * ACTIVATION_BYTES,
             bytes_written=m * attending * rank * ACTIVATION_BYTES,
             rows=attending * per_sequence,
@@ -72,6 +80,7 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
     """Expanded: keys and values of the whole context for every head, then causal attention."""
     heads, q_head = ctx.heads(attention.num_heads), attention.nope_dim + attention.rope_dim
     width = heads * (attention.nope_dim + attention.v_dim)
+    precision = cache_precision(ctx.model.kv.main_bytes / (attention.kv_lora_rank + attention.rope_dim))
 
     def cached(shape: StepShape) -> Num:
         # Every rank of a replica expands the whole context: only its queries are split.
@@ -83,6 +92,7 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
         m = total(sequences, lambda s: s.rows) / ctx.cp
         return Work(
             flops=2.0 * heads * (q_head + attention.v_dim) * pairs,
+            precision=precision,
             bytes_read=(cached(shape) * (width + heads * attention.rope_dim) + m * heads * q_head) * ACTIVATION_BYTES,
             bytes_written=m * heads * attention.v_dim * ACTIVATION_BYTES,
             # Efficiency depends on how many keys a row sees, not on how many rows or prompts there are.
@@ -91,6 +101,9 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
 
     gather_context(ctx, ops, view, ctx.model.kv.main_bytes)
     ops.gemm("kv_b", ("kv", "keys_values"), cached, attention.kv_lora_rank, width, ctx.model.dense_format)
+    # Every head's keys are put together: their own part, and the rotated one that all heads share.
+    key_bytes = (heads * attention.nope_dim * ACTIVATION_BYTES, heads * q_head * ACTIVATION_BYTES)
+    ops.elementwise("assemble_keys", ("keys_values", "keys_values"), cached, key_bytes)
     ops.add(
         "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill
     )

@@ -10,6 +10,7 @@ from typing import Literal
 from deepinfer.graph.build.common import (
     ACTIVATION_BYTES,
     PREFILL_GATHER_REUSE,
+    SPARSE_HEADS,
     BuildContext,
     OperatorList,
     decode_group,
@@ -59,6 +60,7 @@ def _sparse_attention(
 ) -> None:
     """Attention over the selected latents; every row gathers its own."""
     heads, rank, entry_bytes = ctx.heads(attention.num_heads), attention.kv_lora_rank, ctx.model.kv.main_bytes
+    heads = max(heads, SPARSE_HEADS)
     latent = rank + attention.rope_dim
     reuse = 1.0 if phase == "decode" else PREFILL_GATHER_REUSE
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deepinfer.graph.build.common import BuildContext, OperatorList, RowsOf, head_operators
+from deepinfer.graph.build.common import (
+    ACTIVATION_BYTES,
+    LOGIT_BYTES,
+    BuildContext,
+    OperatorList,
+    RowsOf,
+    logits_operators,
+)
 from deepinfer.graph.graph import Block
-from deepinfer.graph.ops import OpKind, Work
+from deepinfer.graph.ops import Operator, OpKind, Work
 from deepinfer.graph.shape import StepShape, View
 from deepinfer.model.spec import BF16, CompressedAttention, DraftSpec
-from deepinfer.numeric import smaller
 
 
 def mtp_blocks(
@@ -40,7 +46,7 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
     """DSpark: features of the committed rows, one parallel pass over the block, sequential Markov head."""
     attention = draft.layers[0].attention
     assert isinstance(attention, CompressedAttention)
-    hidden, rank, vocab = ctx.model.hidden_size, draft.markov_rank, ctx.model.vocab_size
+    hidden = ctx.model.hidden_size
 
     def view(shape: StepShape) -> StepShape:
         return shape.drafting(float(draft.block_size))
@@ -55,22 +61,29 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
     blocks += [Block("draft layer", layer(view).operators)] * len(draft.layers)
 
     ops = OperatorList("draft_")
-    head_operators(ctx, ops, ctx.rows(view), ("ffn_out", "draft_logits"))
-
-    def markov(shape: StepShape) -> Work:
-        count = view(shape).rows / ctx.cp / draft.block_size
-        launched = smaller(count, 1.0)
-        table = rank * vocab * BF16.bytes_per_parameter
-        return Work(
-            flops=2.0 * rank * vocab * count,
-            bytes_read=table * launched + count * vocab * 4.0,
-            bytes_written=count * 8.0,
-            rows=count,
-        )
-
-    for position in range(draft.block_size):
-        ops.add(
-            f"markov_{position}", OpKind.GEMM, ("draft_logits draft_tokens", "draft_tokens"), markov, ctx.rows(view)
-        )
+    logits_operators(ctx, ops, ctx.rows(view), "ffn_out", "draft_logits")
     blocks.append(Block("draft head", tuple(ops.operators)))
-    return blocks
+    position = _markov_position(ctx, draft.markov_rank, lambda s: ctx.split(view(s).rows / draft.block_size))
+    return blocks + [Block("draft position", position)] * draft.block_size
+
+
+def _markov_position(ctx: BuildContext, rank: int, count: RowsOf) -> tuple[Operator, ...]:
+    """One token of every request after the other: the last token's embedding, its bias on the logits, sampling.
+
+    The corrected logits are written: they are the distribution that verification compares with (DSpark paper, 1.1).
+    """
+    vocab, ops = ctx.model.vocab_size, OperatorList("draft_")
+    row_bytes = rank * ACTIVATION_BYTES
+
+    def embedding(shape: StepShape) -> Work:
+        return Work(bytes_read=count(shape) * row_bytes, bytes_written=count(shape) * row_bytes)
+
+    def sample(shape: StepShape) -> Work:
+        m = count(shape)
+        read, kept = vocab * (LOGIT_BYTES + ACTIVATION_BYTES), vocab * LOGIT_BYTES
+        return Work(bytes_read=m * read, bytes_written=m * kept, rows=m)
+
+    ops.add("markov_embedding", OpKind.GATHER, ("draft_tokens", "markov"), embedding, count)
+    ops.gemm("markov_bias", ("markov", "bias"), count, rank, vocab, BF16)
+    ops.add("markov_sample", OpKind.SAMPLE, ("draft_logits bias", "draft_tokens"), sample, count)
+    return tuple(ops.operators)

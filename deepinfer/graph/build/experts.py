@@ -67,9 +67,9 @@ def _gated(
 ) -> None:
     """Gate and up, then down, of this rank's `width`."""
     source, middle, target = slots
-    hidden, dense = ctx.model.hidden_size, ctx.model.dense_format
-    ops.gemm(f"{name}_up", (source, middle), rows, hidden, 2 * width, dense)
-    ops.gemm(f"{name}_down", (middle, target), rows, width, hidden, dense)
+    hidden, fmt = ctx.model.hidden_size, ctx.model.ffn_format or ctx.model.dense_format
+    ops.gemm(f"{name}_up", (source, middle), rows, hidden, 2 * width, fmt)
+    ops.gemm(f"{name}_down", (middle, target), rows, width, hidden, fmt)
 
 
 def _gather_rows(ctx: BuildContext, ops: OperatorList, flow: tuple[str, str], rows: RowsOf) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepinfer.graph.build.common import BuildContext, OperatorList, decode_group, total
+from deepinfer.graph.build.common import BuildContext, OperatorList, cache_precision, decode_group, total
 from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import Sequences, StepShape, View, visible_entries
-from deepinfer.hardware.spec import Precision
 from deepinfer.model.spec import BF16
 from deepinfer.numeric import Num
 
@@ -32,7 +31,7 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
     heads, dim, rows = scan.num_heads, scan.dim, ctx.rows(view)
     ops.gemm("index_q", ("q_latent", "index_q"), rows, scan.q_lora_rank, heads * dim, ctx.model.dense_format)
     ops.gemm("index_weights", ("attn_in", "index_w"), rows, ctx.model.hidden_size, heads, BF16)
-    precision = _key_precision(ctx.model.kv.index_bytes / dim)
+    precision = cache_precision(ctx.model.kv.index_bytes / dim)
 
     def sequences(shape: StepShape) -> object:
         return view(shape).sequences
@@ -68,10 +67,3 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
 
     ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score, sequences)
     ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk, sequences)
-
-
-def _key_precision(bytes_per_number: float) -> Precision:
-    """Queries meet keys in the keys' precision: FP4 with scales, 8 bits with scales, or BF16."""
-    if bytes_per_number < 1.0:
-        return "fp4"
-    return "fp8" if bytes_per_number < 2.0 else "bf16"

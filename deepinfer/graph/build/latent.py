@@ -52,4 +52,5 @@ def absorbed_operators(
 def output_operator(ctx: BuildContext, ops: OperatorList, attention: LatentAttention, view: View) -> None:
     """Output projection of every row; with tensor parallelism a part of the sum."""
     width = ctx.heads(attention.num_heads) * attention.v_dim
-    ops.gemm("o", ("attn_heads", "attn_out"), ctx.rows(view), width, ctx.model.hidden_size, ctx.model.dense_format)
+    fmt = ctx.model.output_format or ctx.model.dense_format
+    ops.gemm("o", ("attn_heads", "attn_out"), ctx.rows(view), width, ctx.model.hidden_size, fmt)

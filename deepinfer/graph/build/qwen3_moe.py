@@ -8,6 +8,7 @@ from deepinfer.graph.build.common import (
     ACTIVATION_BYTES,
     BuildContext,
     OperatorList,
+    cache_precision,
     decode_group,
     gather_kv_operator,
     total,
@@ -61,6 +62,7 @@ def _core(
     """Causal attention over the whole context; the queries of a group share their reads of keys and values."""
     heads, kv_bytes = ctx.heads(attention.num_heads), _kv_bytes(ctx, attention)
     decoding = phase == "decode"
+    precision = cache_precision(ctx.model.kv.main_bytes / (2 * attention.num_kv_heads * attention.head_dim))
     # Ranks that share the context of decoding requests attend for one another.
     dcp = ctx.layout.dcp if decoding else 1
     q_dim, group = heads * dcp * attention.head_dim, heads * dcp // local_kv_heads(attention, ctx.layout.tp)
@@ -78,6 +80,7 @@ def _core(
         per_sequence = sequences[0].rows if sequences else 1.0
         return Work(
             flops=4.0 * q_dim * pairs,
+            precision=precision,
             bytes_read=cached * kv_bytes + m * q_dim * ACTIVATION_BYTES,
             bytes_written=m * q_dim * ACTIVATION_BYTES,
             rows=group * per_sequence if decoding else pairs / larger(m, 1e-9),
