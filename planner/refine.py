@@ -205,17 +205,17 @@ def choose_points(
     both = bool(split[within].any() and not split[within].all())
     taken = {f.point for f in known if not _had_too_many_users(problem, screening, f)}
     chosen: list[int] = []
-    for index in _ranked(points, within, points.output_per_gpu * output):
+    ranked = [i for i in _ranked(points, within, points.output_per_gpu * output) if i not in taken]
+    for index in ranked:
         if len(chosen) >= count - spread:
             break
-        if index in taken:
-            continue
         if known or _adds_something(points, family, chosen, index, (count - spread) // 2 if both else count):
             chosen.append(index)
     inside = np.flatnonzero(within)
     front = inside[pareto(1.0 / points.tpot_s[inside], points.output_per_gpu[inside])]
     along = np.linspace(0, len(front) - 1, spread).astype(int)
-    return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
+    # A point of the front may be chosen already, and too few may differ enough: the next best fill up.
+    return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along), *ranked]))[:count]
 
 
 def _had_too_many_users(problem: Problem, screening: Screening, finalist: Finalist) -> bool:

@@ -101,6 +101,7 @@ class SteadyState:
         profile = load_profile(self.cluster.accelerator.family)
         self._costs = CostModel(self.cluster.accelerator, start_ups_longer(profile, start_ups))
         self._defaults = EngineSettings()
+        self._known_bytes: dict[tuple[str | None, int, int, int], tuple[Floats, Floats]] = {}
 
     def on(self, space: SearchSpace) -> SteadyState:
         """The same for another space of the same model on the same cluster."""
@@ -181,19 +182,26 @@ class SteadyState:
         usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
         weights = sum(size for _, size in weight_items(model, layout))
         seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
-        state = np.asarray([state_bytes_per_request(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        state, per_token = self._bytes(kind, int(nextn.max()))
         work = workspace_bytes(model, layout, seqs * (1 + nextn) + chunk, seqs * (1 + nextn))
         slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
         left = usable - weights - work - slots
         blocks = np.ceil((tokens + nextn + 1) / settings.block_tokens) * seqs
-        per_token = np.asarray(
-            [kv_bytes_per_token(model, int(n), layout.tp, layout.dcp) for n in range(int(nextn.max()) + 1)]
-        )
         fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
         too_heavy = np.asarray(weights + work > usable)
         refusals.add("weights and workspace exceed the GPU's memory", f"{kind}", int(too_heavy.sum()))
         refusals.add("the KV of all requests does not fit", f"{kind}", int((~fits & ~too_heavy).sum()))
         return fits
+
+    def _bytes(self, kind: EngineKind, nextn: int) -> tuple[Floats, Floats]:
+        """Bytes of a request's state, and of a token's KV on one rank, with 0 to `nextn` drafts."""
+        key, layout = (kind.kv_format, kind.layout.tp, kind.layout.dcp, nextn), kind.layout
+        if key not in self._known_bytes:
+            model, drafts = self._model_of(kind), range(nextn + 1)
+            state = np.asarray([state_bytes_per_request(model, n) for n in drafts])
+            per_token = np.asarray([kv_bytes_per_token(model, n, layout.tp, layout.dcp) for n in drafts])
+            self._known_bytes[key] = (state, per_token)
+        return self._known_bytes[key]
 
     def _steady_state(
         self, kind: EngineKind, graph: ExecutionGraph, table: Ints, number: int, load: Load
