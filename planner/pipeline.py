@@ -152,6 +152,7 @@ def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> S
         load=problem.load,
         acceptance=problem.acceptance,
         host=problem.host,
+        start_ups=problem.start_ups,
         slo=problem.slo,
         expert_load=problem.expert_load,
         pools=problem.pools,

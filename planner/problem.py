@@ -67,7 +67,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Problem:
-    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster."""
+    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster.
+
+    `start_ups` times as long as in the cost profiles is what kernels take to start: for what-ifs.
+    """
 
     model_name: str
     hardware_name: str
@@ -87,6 +90,7 @@ class Problem:
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     host: HostProfile = field(default_factory=load_host)
+    start_ups: float = 1.0
     network: Network | None = None
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.cost.model import CostModel
+from deepinfer.cost.model import CostModel, load_profile
 from deepinfer.graph.build import build_graph, drafts_in_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import Sequences, StepShape
@@ -33,7 +33,9 @@ from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
+from deepinfer.numeric import Num
 from deepinfer.scheduler.speculation import Acceptance
+from planner.resources import start_ups_longer
 from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
 
 Floats = npt.NDArray[np.float64]
@@ -85,16 +87,24 @@ class SteadyState:
     """Evaluates kinds of engines of one model on one cluster for one load."""
 
     def __init__(
-        self, space: SearchSpace, load: Load, acceptance: Acceptance, host: HostProfile, expert_load: ExpertLoad
+        self,
+        space: SearchSpace,
+        load: Load,
+        acceptance: Acceptance,
+        host: HostProfile,
+        expert_load: ExpertLoad,
+        start_ups: float = 1.0,
     ) -> None:
         self.space, self.model, self.cluster = space, space.model, space.cluster
         self.load, self.acceptance, self.host, self.expert_load = load, acceptance, host, expert_load
-        self._costs = CostModel(self.cluster.accelerator)
+        self._start_ups = start_ups
+        profile = load_profile(self.cluster.accelerator.family)
+        self._costs = CostModel(self.cluster.accelerator, start_ups_longer(profile, start_ups))
         self._defaults = EngineSettings()
 
     def on(self, space: SearchSpace) -> SteadyState:
         """The same for another space of the same model on the same cluster."""
-        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load)
+        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load, self._start_ups)
 
     def mixed(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
         """Feasible engines of a kind that prefill and decode: requests x chunk x draft length."""
@@ -236,13 +246,15 @@ class SteadyState:
         padded = np.ceil(decoding * rows / graph_rows) * graph_rows / rows
         # Chunks do not matter here: many points are the same step.
         alike, index = np.unique(np.stack([decoding, padded, rows, context]), axis=1, return_inverse=True)
+        index = index.reshape(-1)
         quiet = StepShape(
             Sequences(alike[1], alike[2], alike[3], alike[2], alike[2]),
             mean_rows=alike[0] * alike[2],  # padding has no experts to go to
             mean_kept_rows=alike[0] * alike[2],
         )
-        quiet_s = self._seconds(graph, quiet, alike[0], captured=True)[index.reshape(-1)]
         if not load.computed:
+            device_s = self._device_seconds(graph, quiet)
+            quiet_s = self._with_host(graph, device_s, alike[0], captured=True)[index]
             return quiet_s, quiet_s
         prompts = self._prompts(prompt_rows, kind.replay, load, self._defaults.keep_tokens)
         busy = StepShape(
@@ -251,12 +263,16 @@ class SteadyState:
             mean_rows=decoding * rows + share * prompt_rows,
             mean_kept_rows=decoding * rows + share * prompts.count * prompts.kept_rows,
         )
-        return quiet_s, self._seconds(graph, busy, decoding, captured=False)
+        device_s = self._device_seconds(graph, _one_behind_the_other(quiet, busy))
+        num_quiet = alike.shape[1]
+        quiet_s = self._with_host(graph, device_s[:num_quiet], alike[0], captured=True)[index]
+        return quiet_s, self._with_host(graph, device_s[num_quiet:], decoding, captured=False)
 
     def _prefill_step_seconds(self, kind: EngineKind, graph: ExecutionGraph, rows: Floats) -> Floats:
         """Seconds of a step of so many prompt rows per replica, none of them kept in bounded layers."""
         prompts = self._prompts(rows, kind.replay, self.load, 1)
-        return self._seconds(graph, StepShape(prefill=(prompts,)), np.asarray(prompts.count), captured=False)
+        device_s = self._device_seconds(graph, StepShape(prefill=(prompts,)))
+        return self._with_host(graph, device_s, np.asarray(prompts.count), captured=False)
 
     @staticmethod
     def _prompts(rows: Floats, replay: Replay, load: Load, keep_tokens: int) -> Sequences:
@@ -270,9 +286,12 @@ class SteadyState:
             kept = np.minimum(each, ended * keep_tokens + (1.0 - ended))
         return Sequences(count, each, before, kept, ended)
 
-    def _seconds(self, graph: ExecutionGraph, shape: StepShape, requests: Floats, captured: bool) -> Floats:
+    def _device_seconds(self, graph: ExecutionGraph, shape: StepShape) -> Floats:
+        return np.asarray(step_cost(graph, shape, self._costs).seconds) + self.host.step_gap_s.value
+
+    def _with_host(self, graph: ExecutionGraph, device_s: Floats, requests: Floats, captured: bool) -> Floats:
         """Seconds from step to step: the longer of what the device and what the host need."""
-        return step_seconds(graph, shape, self._costs, self.host, requests, captured)
+        return with_host(graph, device_s, self.host, requests, captured)
 
 
 def step_seconds(
@@ -283,10 +302,41 @@ def step_seconds(
     `requests` are those of an attention replica; steps that are not `captured` launch every kernel.
     """
     device_s = np.asarray(step_cost(graph, shape, costs).seconds) + host.step_gap_s.value
+    return with_host(graph, device_s, host, requests, captured)
+
+
+def with_host(graph: ExecutionGraph, device_s: Floats, host: HostProfile, requests: Floats, captured: bool) -> Floats:
+    """The longer of what the device and what the host need for a step."""
     host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
         host.schedule_s_per_request.value + host.deliver_s_per_request.value
     )
     return np.maximum(device_s, host_s)
+
+
+def _one_behind_the_other(quiet: StepShape, busy: StepShape) -> StepShape:
+    """Steps that only decode, then steps with prompts, as one array: a pass over a graph costs little more for both.
+
+    No prompts are prompts of one row, none of which there are.
+    """
+    assert quiet.decode is not None
+    assert busy.decode is not None
+    (prompts,) = busy.prefill
+    none = np.zeros_like(quiet.decode.count)
+    no_prompts = Sequences(none, none + 1.0, none, none + 1.0, none)
+    return StepShape(
+        _joined(quiet.decode, busy.decode),
+        (_joined(no_prompts, prompts),),
+        mean_rows=_both(quiet.mean_rows, busy.mean_rows),
+        mean_kept_rows=_both(quiet.mean_kept_rows, busy.mean_kept_rows),
+    )
+
+
+def _joined(first: Sequences, second: Sequences) -> Sequences:
+    return Sequences(*(_both(getattr(first, f.name), getattr(second, f.name)) for f in fields(Sequences)))
+
+
+def _both(first: Num | None, second: Num | None) -> Floats:
+    return np.concatenate((np.asarray(first), np.asarray(second)))
 
 
 def _prompt_rows(prompts_per_step: Floats, computed: float, chunk: Floats) -> tuple[Floats, Floats]:

@@ -7,7 +7,6 @@ import math
 import statistics
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -26,18 +25,18 @@ from deepinfer.cost.uncertainty import (
     step_band,
     step_parts,
 )
+from deepinfer.engine.simulate import simulate_plan
 from deepinfer.graph.build import GraphFeatures, build_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.ops import Operator, Work
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.plan import Plan
+from deepinfer.layout.plan import LayoutSpec, Plan, Pool, PoolRole
+from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
-from planner.pipeline import make_screen
-from planner.problem import Question, make_problem
-from planner.refine import choose_points, make_plan, run_finalist
-from planner.screen import PoolChoice
+from deepinfer.scheduler.speculation import Acceptance
+from deepinfer.workload.spec import ClosedLoop, FixedLength, Workload
 from planner.uncertainty import bands_json, bands_line, compare, compared_words, output_band, plan_parts
 from planner.validate.outcome import Outcome, validate
 from planner.validate.statistics import GroupStats, group_stats
@@ -147,9 +146,10 @@ def test_bands_of_ratios_hold_pairs_that_were_measured() -> None:
 
 # The medians of |error| as they were when this was last changed, plus two points. Lower them when predictions improve.
 MEDIANS = {
-    "all": 0.13, "decode": 0.11, "kernel": 0.13, "prefill": 0.44, "trtllm": 0.11, "sglang": 0.08, "cann": 0.41,
-    "vllm": 0.21, "b200": 0.11, "h200": 0.08, "h800": 0.09, "gb200-nvl72": 0.09, "gb300-nvl72": 0.11, "b300": 0.18,
-    "deepseek-v3": 0.10, "deepseek-v4-pro": 0.12, "deepseek-v4-flash": 0.29,
+    "all": 0.09, "decode": 0.09, "kernel": 0.09, "prefill": 0.22, "trtllm": 0.10, "sglang": 0.06, "cann": 0.15,
+    "vllm": 0.14, "b200": 0.08, "h200": 0.07, "h800": 0.09, "gb200-nvl72": 0.06, "gb300-nvl72": 0.08, "b300": 0.14,
+    "h100": 0.20, "ascend-910c": 0.22, "ascend-950dt": 0.13, "deepseek-v3": 0.08, "deepseek-v4-pro": 0.08,
+    "deepseek-v4-flash": 0.24, "deepseek-v3.2": 0.15,
 }  # fmt: skip
 
 
@@ -169,15 +169,22 @@ def _at_most(group: GroupStats, most: float) -> bool:
 
 
 @lru_cache
-def finalists() -> tuple[Plan, ...]:
+def finalists() -> tuple[Plan, Plan]:
     """Two simulated plans: V3 on 16 H200 in one pool, and in two."""
-    found = []
-    for pools in ("mixed", "split"):
-        asked = make_problem(Question(16, "deepseek-v3", "h200", 1000, 200, pools=cast("PoolChoice", pools)))
-        screening = make_screen(asked).run()
-        (point,) = choose_points(asked, screening, [], 1, spread=0)
-        found.append(run_finalist(point, make_plan(asked, screening, point)).plan)
-    return tuple(found)
+    eight = LayoutSpec(dp=8, ep=8)
+    settings = EngineSettings(max_num_seqs=16, max_tokens_per_step=2048)
+    mixed = (Pool(replicas=2, layout=eight, settings=settings),)
+    roles: tuple[PoolRole, PoolRole] = ("prefill", "decode")
+    split = tuple(Pool(role=role, replicas=1, layout=eight, settings=settings) for role in roles)
+    return _simulated(mixed), _simulated(split)
+
+
+def _simulated(pools: tuple[Pool, ...]) -> Plan:
+    loop = ClosedLoop(concurrency=96, ramp_s=1.0, warm_up_s=4.0)
+    workload = Workload(isl=FixedLength(tokens=2000), osl=FixedLength(tokens=100), arrivals=loop, num_requests=400)
+    acceptance = Acceptance(rates=(0.7,), source="chosen for the test")
+    plan = Plan(model="deepseek-v3", hardware="h200", gpus=16, pools=pools, workload=workload, acceptance=acceptance)
+    return plan.model_copy(update={"prediction": simulate_plan(plan)})
 
 
 def test_output_weighs_pools_by_the_time_that_a_request_spends_in_them() -> None:
@@ -219,10 +226,12 @@ def test_bands_enclose_the_figures_they_belong_to() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fit_has_ten_times_as_many_rows_as_parameters(family: str) -> None:
-    for name, parameters in load_profile(family).operators.items():
-        if parameters.kind == "fitted":
-            assert 0 < 10 * len(parameters.fitted) <= parameters.rows_fitted, name
-        assert parameters.rows_fitted >= 10 * len(parameters.fitted), name
+    operators = load_profile(family).operators
+    for name, parameters in operators.items():
+        assert bool(parameters.fitted) or parameters.kind != "fitted", name
+        assert 10 * len(parameters.fitted) <= parameters.rows_fitted, name
+    total = sum(len(p.fitted) for p in operators.values())
+    assert total == 0 or 10 * total < sum(p.rows_fitted for p in operators.values())
 
 
 def test_spreads_have_ten_times_as_many_rows_as_they_are() -> None:

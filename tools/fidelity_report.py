@@ -58,7 +58,7 @@ def by_hardware(outcomes: Sequence[Outcome], ax: Axes) -> None:
     ax.axvline(0.0, color="#9aa3ad", linewidth=1)
     _factors(ax.set_xticks, ax)
     ax.set_xlabel("predicted / measured time")
-    ax.legend(fontsize=8, frameon=False, loc="lower left")
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 def by_batch(outcomes: Sequence[Outcome], ax: Axes) -> None:
@@ -74,7 +74,7 @@ def by_batch(outcomes: Sequence[Outcome], ax: Axes) -> None:
     _factors(ax.set_yticks, ax)
     ax.set_xlabel("requests per GPU (decode)")
     ax.set_ylabel("predicted / measured time")
-    ax.legend(fontsize=8, frameon=False, loc="lower left")
+    ax.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 def _marks(ax: Axes, x: list[float], y: list[float], color: str, marker: str, label: str) -> None:

@@ -392,7 +392,8 @@ def fit_family(root: Path, family: str, left_out: str | None = None) -> Profile:
             off = 100 * np.abs(predict([entry.published], entry.key, fit.values) / entry.published.seconds - 1)
             source += f"; {off.size} published points, fitted (weight {WEIGHT:g}), off by {np.median(off):.0f} % "
             source += f"in the median ({entry.published_what})"
-        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted}
+        published = 0 if entry.published is None else entry.published.seconds.size
+        evidence = {"fitted": entry.free, "rows_fitted": fit.num_fitted + published}
         evidence["log_error_sigma"] = float(f"{(high - low) / 2:.2g}")
         profile[entry.key] = {**fit.values, **evidence, "kind": entry.kind, "source": source}
         numbers = " ".join(f"{name}={value:g}" for name, value in fit.values.items())

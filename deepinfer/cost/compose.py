@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import numpy as np
 
@@ -51,18 +54,34 @@ def makespan(graph: ExecutionGraph, seconds: Sequence[Num]) -> Num:
     latest = _maximum(seconds)
     lengths: dict[tuple[int, ...], Num] = {}
     ends: list[Num] = []
-    for operators, after in graph.runs:
+    last: set[int] = set()  # runs that no other waits for
+    for position, (operators, after) in enumerate(graph.runs):
         length = lengths.get(operators)
         if length is None:
-            length = lengths[operators] = sum((seconds[i] for i in operators), 0.0)
-        start: Num = 0.0
-        for i in after:
-            start = latest(start, ends[i])
-        ends.append(start + length)
-    end: Num = 0.0
-    for one in ends:
-        end = latest(end, one)
-    return end
+            length = lengths[operators] = _total(operators, seconds)
+        ends.append(_latest(latest, [ends[i] for i in after]) + length)
+        last.difference_update(after)
+        last.add(position)
+    return _latest(latest, [ends[i] for i in last])
+
+
+def _latest(latest: Callable[[Num, Num], Num], ends: Sequence[Num]) -> Num:
+    return reduce(latest, ends) if ends else 0.0
+
+
+def _total(operators: tuple[int, ...], seconds: Sequence[Num]) -> Num:
+    """Sum over operators, of which most occur many times; arrays that broadcast are added up shape by shape first."""
+    totals: dict[tuple[int, ...], Num] = {}
+    for operator, times in _times(operators):
+        product = seconds[operator] * times
+        shape = product.shape if isinstance(product, np.ndarray) else ()
+        totals[shape] = totals[shape] + product if shape in totals else product
+    return sum((totals[shape] for shape in sorted(totals, key=math.prod)), 0.0)
+
+
+@lru_cache(maxsize=4096)
+def _times(operators: tuple[int, ...]) -> tuple[tuple[int, float], ...]:
+    return tuple((operator, float(times)) for operator, times in Counter(operators).items())
 
 
 def critical_path(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> list[PathItem]:
