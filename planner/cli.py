@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,12 @@ def search(
     cluster: Annotated[
         str | None, typer.Option(help="Cluster file: accelerators and network, instead of --gpus and --hardware.")
     ] = None,
+    images: Annotated[
+        float, typer.Option(help="Images of a request, on average; their tokens are part of --isl.")
+    ] = 0.0,
+    image_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of an image [default: the most of the model, e.g. 1024].")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for plan.json, report.md and plots.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan and finalists as JSON.")] = False,
     top: Annotated[int, typer.Option(help="Finalists to print.", min=1)] = 5,
@@ -133,6 +140,8 @@ def search(
         prefill_hardware=prefill_hardware,
         prefill_gpus=prefill_gpus,
         cluster=cluster,
+        images=images,
+        image_tokens=image_tokens,
     )
     problem = make_problem(asked)
     if out is not None:
@@ -197,6 +206,7 @@ def show(
     from deepinfer.metrics.text import summary_lines
     from deepinfer.workload.spec import describe_workload
     from planner.describe import describe_pools, memory_lines, serving_deployment, step_breakdown
+    from planner.encode import encode_line
 
     loaded = load_plan(plan)
     if why is not None:
@@ -215,6 +225,8 @@ def show(
         console.print("no prediction: the plan has not been simulated")
         return
     _print_pairs(console, "prediction (simulated)", summary_lines(loaded.prediction, deployment.settings.nextn))
+    if loaded.encode:
+        console.print(f"\n[bold]encode[/]: {encode_line(loaded)}", soft_wrap=True)
     items, title = step_breakdown(loaded)
     total = sum(i.seconds for i in items)
     rows = [(i.operator, f"{i.seconds * 1e3:.3f} ms  {i.seconds / total:.1%}") for i in items[:12]]
@@ -262,6 +274,7 @@ def _print_screening(top: int, screening: Any, chosen: Any) -> None:
 def _print_result(result: Any, top: int, as_json: bool) -> None:
     from planner.describe import describe_pools
     from planner.economics import economics_line
+    from planner.encode import encode_figures, encode_line
     from planner.reasons import why_lines
     from planner.report import finalists_table, pareto_set
     from planner.uncertainty import bands_line
@@ -274,6 +287,7 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
         found = {
             "plan": result.plan.model_dump(mode="json"),
             "finalists": finalists,
+            "encode": asdict(encoding) if (encoding := encode_figures(result.plan)) else None,
             "pareto": pareto_set(result),
             "screened": result.screening.num_screened,
             "refused": refused,
@@ -287,6 +301,8 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
     console.print(f"[bold]why[/]: {' '.join(why_lines(result, result.explain()))}", soft_wrap=True)
     console.print(f"[bold]costs[/]: {economics_line(result.plan)}", soft_wrap=True)
+    if result.plan.encode:
+        console.print(f"[bold]encode[/]: {encode_line(result.plan)}", soft_wrap=True)
     console.print(f"[bold]bands[/]: {bands_line(result.plan)}", soft_wrap=True)
     tau = result.winner.summary.tau
     console.print(

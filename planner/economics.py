@@ -38,9 +38,9 @@ def economics(plan: Plan) -> Economics:
 
 
 def accelerators(plan: Plan) -> list[tuple[str, int]]:
-    """(hardware, accelerators paid for) of a plan: its pools' own, and the rest of its cluster."""
+    """(hardware, accelerators paid for) of a plan: its pools' own, the rest of its cluster and what encodes images."""
     own = [(pool.hardware, pool.gpus) for pool in plan.pools if pool.hardware is not None and pool.gpus is not None]
-    rest = plan.gpus - sum(gpus for _, gpus in own)
+    rest = plan.gpus - sum(gpus for _, gpus in own) + (plan.encode.gpus if plan.encode else 0)
     return [(plan.hardware, rest), *own] if rest else own
 
 
@@ -76,4 +76,5 @@ def economics_line(plan: Plan) -> str:
         )
     if not parts:
         return f"no price or power of {plan.hardware} is in the catalog"
-    return f"{' and '.join(parts)}, prompts included ({'; '.join(found.sources)})"
+    included = "prompts and images" if plan.encode else "prompts"
+    return f"{' and '.join(parts)}, {included} included ({'; '.join(found.sources)})"

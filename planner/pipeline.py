@@ -17,6 +17,7 @@ from deepinfer.layout.plan import Plan, Slo
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
+from planner.encode import with_encode
 from planner.executor import LOCAL, Run, connected, interrupts_ignored
 from planner.pareto import ParetoPoint, pareto_points
 from planner.problem import Problem
@@ -143,7 +144,7 @@ def _search(problem: Problem, run: Run, progress: Progress | None, screened: Scr
         plans = [make_plan(problem, screening, point, finalists) for point in chosen]
         finalists += _simulate(chosen, plans, run, _from(progress, len(finalists), sum(ROUNDS)))
     ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
-    result = SearchResult(problem, screening, tuple(ranked))
+    result = SearchResult(problem, screening, tuple(replace(f, plan=with_encode(problem, f.plan)) for f in ranked))
     if not result.feasible(result.winner):
         raise InfeasibleError(_limits_too_tight(result))
     return result
@@ -158,6 +159,7 @@ def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> S
         load=problem.load,
         acceptance=problem.acceptance,
         host=problem.host,
+        start_ups=problem.start_ups,
         slo=problem.slo,
         expert_load=problem.expert_load,
         pools=problem.pools,

@@ -41,7 +41,8 @@ class Question:
 
     `rate` is in requests/s for the whole cluster; `load` is the same in other words: `100req/s`, `155e12tok/day`.
     `gpus` may be left out when their number is asked for; then it limits a single engine. A `cluster` file takes the
-    place of `gpus` and `hardware`, for prefill too.
+    place of `gpus` and `hardware`, for prefill too. A request brings `images` on average, of `image_tokens` each (None:
+    the most that the model's tower makes of one), which are part of its prompt.
     """
 
     gpus: int | None = None
@@ -63,11 +64,17 @@ class Question:
     prefill_hardware: str | None = None
     prefill_gpus: int | None = None
     cluster: str | None = None
+    images: float = 0.0
+    image_tokens: int | None = None
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster."""
+    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster.
+
+    `kv_format` is what two pools keep KV in where their kinds of accelerators would not agree. `start_ups` times as
+    long as in the cost profiles is what kernels take to start: for what-ifs.
+    """
 
     model_name: str
     hardware_name: str
@@ -87,9 +94,13 @@ class Problem:
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     host: HostProfile = field(default_factory=load_host)
+    start_ups: float = 1.0
+    kv_format: str | None = None
     network: Network | None = None
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
+    images: float = 0.0
+    image_tokens: int = 0
 
     @property
     def num_gpus(self) -> int:
@@ -128,7 +139,9 @@ def make_problem(question: Question) -> Problem:
     _check_numbers(question)
     accelerator = _on_network(load_hardware(question.hardware), network)
     _check_objective(question.objective, accelerator)
-    model = fit_to_hardware(load_model(question.model), accelerator)
+    own_formats = load_model(question.model)
+    kv_format = _common_kv_format(own_formats, accelerator, question.prefill_hardware)
+    model = fit_to_hardware(own_formats, accelerator, kv_format)
     isl, osl, source, trace_requests = question.isl, question.osl, None, 0
     if question.trace is not None:
         trace = read_trace(question.trace)
@@ -161,7 +174,21 @@ def make_problem(question: Question) -> Problem:
         prefill_hardware_name=question.prefill_hardware,
         prefill_cluster=_prefill_cluster(question, network),
         network=network,
+        kv_format=kv_format,
+        images=question.images,
+        image_tokens=_image_tokens(question, model, load),
     )
+
+
+def _common_kv_format(model: ModelSpec, accelerator: Accelerator, prefill: str | None) -> str | None:
+    """The KV format that two kinds of accelerators can both serve, where one asks for another than the model's own."""
+    if prefill is None:
+        return None
+    kinds = (accelerator, load_hardware(prefill))
+    asked = {kind.kv_format[model.family] for kind in kinds if model.family in kind.kv_format}
+    if len(asked) > 1:
+        raise UsageError(f"two kinds of accelerators share no KV format of {model.name}: {' and '.join(sorted(asked))}")
+    return asked.pop() if asked else None
 
 
 def _of_cluster(question: Question, cluster: ClusterFile) -> tuple[Question, Network | None]:
@@ -202,6 +229,8 @@ def problem_of(plan: Plan) -> Problem:
         replay=replay,
         prefill_hardware=own.hardware if own else None,
         prefill_gpus=own.gpus if own else None,
+        images=plan.encode.images_per_request if plan.encode else 0.0,
+        image_tokens=plan.encode.image_tokens if plan.encode else None,
     )
     problem = replace(make_problem(question), acceptance=plan.acceptance, host=load_host(plan.host))
     if plan.network is None:
@@ -227,6 +256,27 @@ def _prefill_cluster(question: Question, network: Network | None) -> ClusterSpec
     if question.pools == "mixed":
         raise UsageError("--prefill-hardware sets a prefill pool aside: it contradicts --pools mixed")
     return ClusterSpec(_on_network(load_hardware(name), network), gpus)
+
+
+def _image_tokens(question: Question, model: ModelSpec, load: Load) -> int:
+    """Tokens of an image, 0 without images. Raises UsageError for images that the model or the prompt cannot have."""
+    images, tokens, tower = question.images, question.image_tokens, model.vision
+    if not (math.isfinite(images) and images >= 0):
+        raise UsageError(f"--images must be a number of images, 0 or more, got {images}")
+    if not images:
+        if tokens is not None:
+            raise UsageError("--image-tokens says how large the images of --images are: give both")
+        return 0
+    if tower is None:
+        raise UsageError(f"model {model.name} has no vision tower: --images does not apply")
+    tokens = tower.max_tokens if tokens is None else tokens
+    if not 1 <= tokens <= tower.max_tokens:
+        raise UsageError(f"model {model.name} makes 1 to {tower.max_tokens} tokens of an image, not {tokens}")
+    if images * tokens > load.isl:
+        raise UsageError(
+            f"{images:g} images of {tokens} tokens exceed a prompt of {load.isl:g}: --isl counts image tokens too"
+        )
+    return tokens
 
 
 def _check_numbers(question: Question) -> None:

@@ -8,6 +8,7 @@ from deepinfer.graph.build.common import PREFILL_GATHER_REUSE
 from deepinfer.layout.placement import ExpertLoad
 from deepinfer.units import format_seconds
 from planner.describe import describe_pools, step_breakdown, unused_gpus
+from planner.encode import encode_assumptions
 from planner.explain import Explanation
 from planner.pipeline import SearchResult
 from planner.refine import Finalist
@@ -113,6 +114,7 @@ def assumption_lines(result: SearchResult, deployment: Deployment) -> list[str]:
         f"Expert load: {_load_words(problem.expert_load)}.",
         "Replicas of a step group prefill when they have a prompt, without waiting for each other.",
         *_pool_lines(result),
+        *encode_assumptions(result.plan),
         f"Neighbouring prompt rows share gathered KV entries {PREFILL_GATHER_REUSE:g} times: an assumption that binds "
         "nothing while prefill attention is compute-bound.",
         f"KV format {deployment.model.kv.name}: {deployment.model.kv_bytes_per_token:g} B per token of global KV.",

@@ -145,7 +145,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
             max_tokens_per_step=seqs * (1 + nextn) + int(points.chunk_rows[point]),
             nextn=nextn,
             replay=candidate.kind.replay,
-            **_choices(candidate.kind),
+            **_choices(problem, candidate.kind),
         ),
     )
     if candidate.prefill is None:
@@ -157,7 +157,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
         replay=replay,
         # The decode pool replays the windows, and computes the first token with them.
         keep_tokens=1 if replay == "compact" else EngineSettings().keep_tokens,
-        **_choices(candidate.prefill),
+        **_choices(problem, candidate.prefill),
     )
     prefill = Pool(
         role="prefill",
@@ -170,9 +170,9 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
     return (prefill, serving)
 
 
-def _choices(kind: EngineKind) -> dict[str, Any]:
+def _choices(problem: Problem, kind: EngineKind) -> dict[str, Any]:
     """Settings that a kind of engine fixes."""
-    return {"overlap": kind.overlap, "moe": kind.moe, "kv_format": kind.kv_format}
+    return {"overlap": kind.overlap, "moe": kind.moe, "kv_format": kind.kv_format or problem.kv_format}
 
 
 def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:

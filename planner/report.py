@@ -24,6 +24,7 @@ from planner.describe import (
     step_breakdown,
 )
 from planner.economics import economics_line
+from planner.encode import encode_line
 from planner.explain import Explanation
 from planner.pipeline import SearchResult
 from planner.plots import new_figure, plot_breakdown, plot_pareto, to_png
@@ -42,7 +43,7 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     table.add_column("")
     table.add_column("engines", no_wrap=True)
     for name in (
-        "req/\nGPU", "prompt\nrows", "next\nn", "output\ntok/s/GPU", "tok/s\n/user",
+        "req/\nGPU", "rows/\nGPU", "next\nn", "output\ntok/s\n/GPU", "tok/s\n/user",
         f"TTFT\np{slo.percentile}", f"TPOT\np{slo.percentile}", "ok",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
@@ -100,6 +101,7 @@ def markdown_report(result: SearchResult) -> str:
         f"## The plan\n\n{describe_pools(plan)}.",
         _markdown_pairs(("figure", "simulated"), summary_lines(result.winner.summary, plan.serving.settings.nextn)),
         f"Cost and energy: {economics_line(plan)}.",
+        f"Encode pool: {encode_line(plan)}." if plan.encode else "",
         "![latency against throughput](pareto.png)",
         "## Why this one\n\n" + "\n\n".join(why_lines(result, explanation)),
         "![what the mean step is made of](step_breakdown.png)",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.cost.model import CostModel
+from deepinfer.cost.model import CostModel, load_profile
 from deepinfer.graph.build import build_graph, drafts_in_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import Sequences, StepShape
@@ -35,6 +35,7 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
 from deepinfer.numeric import Num
 from deepinfer.scheduler.speculation import Acceptance
+from planner.resources import start_ups_longer
 from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
 
 Floats = npt.NDArray[np.float64]
@@ -86,17 +87,25 @@ class SteadyState:
     """Evaluates kinds of engines of one model on one cluster for one load."""
 
     def __init__(
-        self, space: SearchSpace, load: Load, acceptance: Acceptance, host: HostProfile, expert_load: ExpertLoad
+        self,
+        space: SearchSpace,
+        load: Load,
+        acceptance: Acceptance,
+        host: HostProfile,
+        expert_load: ExpertLoad,
+        start_ups: float = 1.0,
     ) -> None:
         self.space, self.model, self.cluster = space, space.model, space.cluster
         self.load, self.acceptance, self.host, self.expert_load = load, acceptance, host, expert_load
-        self._costs = CostModel(self.cluster.accelerator)
+        self._start_ups = start_ups
+        profile = load_profile(self.cluster.accelerator.family)
+        self._costs = CostModel(self.cluster.accelerator, start_ups_longer(profile, start_ups))
         self._defaults = EngineSettings()
         self._known_bytes: dict[tuple[str | None, int, int, int], tuple[Floats, Floats]] = {}
 
     def on(self, space: SearchSpace) -> SteadyState:
         """The same for another space of the same model on the same cluster."""
-        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load)
+        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load, self._start_ups)
 
     def mixed(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
         """Feasible engines of a kind that prefill and decode: requests x chunk x draft length."""

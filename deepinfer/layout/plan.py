@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -68,6 +69,28 @@ class Pool(BaseModel):
     settings: EngineSettings
 
 
+class EncodePool(BaseModel):
+    """Accelerators of the plan's kind that encode images, beside those of its pools: a cost, which no backend runs.
+
+    A request brings `images_per_request` on average, of `image_tokens` tokens of its prompt each; one accelerator
+    encodes `images_per_batch` at once, in `seconds_per_image` times as many.
+    """
+
+    model_config = _STRICT
+
+    gpus: Annotated[int, Field(ge=1)]
+    images_per_request: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    image_tokens: Annotated[int, Field(ge=1)]
+    images_per_batch: Annotated[int, Field(ge=1)]
+    seconds_per_image: Seconds
+
+    @property
+    def seconds_per_request(self) -> float:
+        """What a request waits for its images on one idle accelerator: as many whole batches as they fill."""
+        batches = math.ceil(self.images_per_request / self.images_per_batch)
+        return batches * self.images_per_batch * self.seconds_per_image
+
+
 class Slo(BaseModel):
     """Limits on time to first token and time per output token, both at one percentile of the requests."""
 
@@ -85,7 +108,8 @@ class Slo(BaseModel):
 class Plan(BaseModel):
     """What to run, on what, for which workload and goal, and what the planner expects of it.
 
-    `gpus` counts every accelerator paid for, of whatever kind and whether a pool uses it or not.
+    `gpus` counts every accelerator paid for, of whatever kind and whether a pool uses it or not, but for those of
+    `encode`.
     """
 
     model_config = _STRICT
@@ -103,6 +127,7 @@ class Plan(BaseModel):
     router: RouterName = "least_loaded"
     expert_load: ExpertLoad = TYPICAL_LOAD
     network: Network | None = None
+    encode: EncodePool | None = None
     prediction: Summary | None = None
 
     @model_validator(mode="after")

@@ -205,6 +205,41 @@ class DraftSpec:
 
 
 @dataclass(frozen=True)
+class VisionTower:
+    """A vision transformer over square patches of `patch_size` pixels and three colours, and its projector.
+
+    Every patch of an image attends to all others. `unshuffle` x `unshuffle` patches become one token of `output_size`,
+    the model's hidden size; an image has at most `max_tokens`. Norms and biases are not counted.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    width: int
+    patch_size: int
+    unshuffle: int
+    max_tokens: int
+    output_size: int
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of one patch: its pixels in three colours."""
+        return 3 * self.patch_size**2
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches that one token of the model is made of."""
+        return self.unshuffle**2
+
+    @property
+    def parameters(self) -> int:
+        """Attention and gated FFN of every layer, patch embedding, projector."""
+        layer = 4 * self.hidden_size**2 + 3 * self.hidden_size * self.width
+        ends = self.patch_values + self.patches_per_token * self.output_size
+        return self.num_layers * layer + ends * self.hidden_size
+
+
+@dataclass(frozen=True)
 class KVFormat:
     """Bytes of one cache entry: global (`main`), sliding window, index key; 0 where a model has none."""
 
@@ -234,9 +269,14 @@ class ModelSpec:
     kv_formats: tuple[KVFormat, ...]
     kv: KVFormat
     hc_mult: int = 0
-    vision_parameters: int = 0
+    vision: VisionTower | None = None
     ffn_format: WeightFormat | None = None
     output_format: WeightFormat | None = None
+
+    @property
+    def vision_parameters(self) -> int:
+        """Parameters of the vision tower; 0 for models without one."""
+        return self.vision.parameters if self.vision else 0
 
     @property
     def window(self) -> int:

@@ -17,6 +17,7 @@ from deepinfer.model.spec import (
     ModelSpec,
     MoE,
     Role,
+    VisionTower,
 )
 
 
@@ -39,10 +40,14 @@ class _V41Text(CompressedConfig):
 
 
 class _Vision(Config):
-    num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    patch_size: int
+    num_hidden_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: PositiveInt
+    patch_size: PositiveInt
+    # Defaults of the released configuration class: 3x3 patches to a token, at most 1024 tokens an image.
+    downsample_ratio: PositiveInt = 3
+    max_image_tokens: PositiveInt = 1024
 
 
 class _V41Config(Config):
@@ -135,14 +140,19 @@ def _v41_draft(config: _V41Text) -> DraftSpec | None:
     )
 
 
-def _vision_parameters(vision: _Vision | None, hidden_size: int) -> int:
-    """Parameters of the ViT: attention and gated FFN per block, patch embedding, 3x3-unshuffle projector."""
+def _vision(vision: _Vision | None, hidden_size: int) -> VisionTower | None:
     if vision is None:
-        return 0
-    width = vision.hidden_size
-    block = 4 * width * width + 3 * width * vision.intermediate_size
-    patches = 3 * vision.patch_size**2 * width
-    return vision.num_hidden_layers * block + patches + 9 * width * hidden_size
+        return None
+    return VisionTower(
+        num_layers=vision.num_hidden_layers,
+        hidden_size=vision.hidden_size,
+        num_heads=vision.num_attention_heads,
+        width=vision.intermediate_size,
+        patch_size=vision.patch_size,
+        unshuffle=vision.downsample_ratio,
+        max_tokens=vision.max_image_tokens,
+        output_size=hidden_size,
+    )
 
 
 def parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
@@ -179,5 +189,5 @@ def parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
         kv_formats=kv_formats,
         kv=kv_formats[0],
         hc_mult=text.hc_mult,
-        vision_parameters=_vision_parameters(config.vision_config, text.hidden_size),
+        vision=_vision(config.vision_config, text.hidden_size),
     )
