@@ -42,8 +42,8 @@ def plan_of(ep: int, workload: Workload) -> Plan:
 def measure(name: str, plan: Plan) -> float:
     """CPU seconds of generating, simulating and summing up all requests of a plan's workload, the router included."""
     start = time.process_time()
-    (deployment,) = resolve(plan)
-    record = load_backend("sim").run(deployment, plan.workload, plan.acceptance, generate_requests(plan.workload))
+    deployments = resolve(plan)
+    record = load_backend("sim").run(deployments, plan.workload, plan.acceptance, generate_requests(plan.workload))
     summary = summarize(record, plan.slo.ttft_s, plan.slo.tpot_s)
     seconds = time.process_time() - start
     tokens, steps = int(record.output_tokens.sum()), len(record.steps.end_s)

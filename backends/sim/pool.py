@@ -6,9 +6,8 @@ import simpy
 
 from backends.sim.group import StepGroup
 from backends.sim.outlet import Outlet, Place
-from backends.sim.steptime import StepTimer
+from backends.sim.steptime import shared_timer
 from backends.sim.verifier import Verifier
-from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.router import make_router
 from deepinfer.metrics.record import StepColumns
@@ -44,7 +43,7 @@ class SimPool:
         self, env: simpy.Environment, deployment: Deployment, verifier: Verifier, steps: StepColumns, outlet: Outlet
     ) -> None:
         self.deployment = deployment
-        timer = StepTimer(deployment, CostModel(deployment.cluster.accelerator))
+        timer = shared_timer(deployment)
         self.groups = [
             StepGroup(env, deployment, timer, verifier, steps, outlet) for _ in range(deployment.step_groups)
         ]

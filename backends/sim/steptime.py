@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +44,29 @@ def most_loaded(counts: Ints, cached: Ints) -> tuple[Ints, Ints]:
 
 _LARGE = 1 << 31
 """More requests or cached tokens than a replica has."""
+
+
+def shared_timer(deployment: Deployment) -> StepTimer:
+    """A timer for a deployment, with what was tabulated in this process for others that have the same steps.
+
+    Finalists of one layout differ in requests and chunks alone. Tables hold points of a fixed grid: what is in them does
+    not depend on who asked first.
+    """
+    chosen = deployment.settings
+    key = (
+        *(deployment.model, deployment.layout, repr(deployment.cluster), deployment.role, deployment.expert_load),
+        *(chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, chosen.graph_rows),
+        deployment.replicas_per_group == 1,
+    )
+    timer = _TIMERS.pop(key, None) or StepTimer(deployment, CostModel(deployment.cluster.accelerator))
+    _TIMERS[key] = timer
+    if len(_TIMERS) > _MOST_TIMERS:
+        _TIMERS.popitem(last=False)
+    return timer
+
+
+_MOST_TIMERS = 6
+_TIMERS: OrderedDict[Hashable, StepTimer] = OrderedDict()  # the one used last at the end
 
 
 class StepTimer:
