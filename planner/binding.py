@@ -17,9 +17,19 @@ from deepinfer.cost.model import CostModel, CostProfile, load_profile
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import StepShape
 from deepinfer.hardware.host import HostProfile
-from deepinfer.hardware.spec import Accelerator, Link, Quantity
+from deepinfer.hardware.spec import Accelerator
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import ModelSpec
+from planner.resources import (
+    Change,
+    compute_faster,
+    hbm_faster,
+    host_slower,
+    latencies_longer,
+    scale_out_faster,
+    scale_up_faster,
+    start_ups_longer,
+)
 from planner.steady import step_seconds
 
 Floats = npt.NDArray[np.float64]
@@ -61,69 +71,26 @@ def bound_by(shares: dict[str, Floats]) -> list[str]:
     return [names[i] for i in np.argmax([shares[name] for name in names], axis=0)]
 
 
-def _longer(quantity: Quantity) -> Quantity:
-    return quantity.model_copy(update={"value": quantity.value * WORSE})
-
-
-def _slower(quantity: Quantity) -> Quantity:
-    return quantity.model_copy(update={"value": quantity.value / WORSE})
-
-
 def _start_up(engine: Engine) -> Engine:
-    """Start-ups of operators and messages, and what a single tile or message waits for however small it is."""
     profile = engine.profile or load_profile(engine.accelerator.family)
-    times = ("startup_s", "bulk_startup_s", "per_peer_s", "depth_s")
-    operators = {
-        name: p.model_copy(update={time: getattr(p, time) * WORSE for time in times})
-        for name, p in profile.operators.items()
-    }
-    accelerator = engine.accelerator.model_copy(
-        update={name: _later(getattr(engine.accelerator, name)) for name in ("scale_up", "scale_out")}
-    )
-    return replace(engine, accelerator=accelerator, profile=profile.model_copy(update={"operators": operators}))
+    accelerator = latencies_longer(engine.accelerator, WORSE)
+    return replace(engine, accelerator=accelerator, profile=start_ups_longer(profile, WORSE))
 
 
-def _later(link: Link) -> Link:
-    return link.model_copy(update={"latency_s": _longer(link.latency_s)}) if link.latency_s else link
+def _on(change: Change, *more: Change) -> Callable[[Engine], Engine]:
+    def worse(engine: Engine) -> Engine:
+        accelerator = engine.accelerator
+        for one in (change, *more):
+            accelerator = one(accelerator, 1.0 / WORSE)
+        return replace(engine, accelerator=accelerator)
 
-
-def _compute(engine: Engine) -> Engine:
-    """Products and exponentials."""
-    a = engine.accelerator
-    rates = {name: _slower(rate) for name, rate in a.flops_per_s.items()}
-    exp = _slower(a.exp_per_s) if a.exp_per_s else None
-    return replace(engine, accelerator=a.model_copy(update={"flops_per_s": rates, "exp_per_s": exp}))
-
-
-def _hbm(engine: Engine) -> Engine:
-    slower = {"hbm_bytes_per_s": _slower(engine.accelerator.hbm_bytes_per_s)}
-    return replace(engine, accelerator=engine.accelerator.model_copy(update=slower))
-
-
-def _links(engine: Engine) -> Engine:
-    """Bandwidth of the scale-up and scale-out links."""
-    a = engine.accelerator
-    slower = {
-        name: link.model_copy(update={"bytes_per_s": _slower(link.bytes_per_s)})
-        for name, link in (("scale_up", a.scale_up), ("scale_out", a.scale_out))
-    }
-    return replace(engine, accelerator=a.model_copy(update=slower))
-
-
-def _host(engine: Engine) -> Engine:
-    """Deciding, launching, and the gap between steps."""
-    slower = {
-        name: _longer(value)
-        for name in type(engine.host).model_fields
-        if isinstance(value := getattr(engine.host, name), Quantity)
-    }
-    return replace(engine, host=engine.host.model_copy(update=slower))
+    return worse
 
 
 RESOURCES: dict[str, Callable[[Engine], Engine]] = {
     "start-up": _start_up,
-    "HBM": _hbm,
-    "compute": _compute,
-    "links": _links,
-    "host": _host,
+    "HBM": _on(hbm_faster),
+    "compute": _on(compute_faster),
+    "links": _on(scale_up_faster, scale_out_faster),
+    "host": lambda engine: replace(engine, host=host_slower(engine.host, WORSE)),
 }

@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -146,7 +147,7 @@ def search(
     if out is not None:
         _check_writable(out)
     with _progress(quiet=as_json) as tell:
-        result = run_search(problem, jobs or -1, tell, executor)
+        result = run_search(problem, jobs or -1, tell, executor, None if as_json else partial(_print_screening, top))
     paths: list[Path] = []
     if out is not None:
         from planner.report import write_report
@@ -257,6 +258,19 @@ def _print_pairs(console: Any, title: str, rows: list[tuple[str, str]]) -> None:
     console.print(table)
 
 
+def _print_screening(top: int, screening: Any, chosen: Any) -> None:
+    """Something to read while the finalists are simulated."""
+    from rich.console import Console
+
+    from planner.firstlook import screened_line, screened_table
+
+    console = Console(highlight=False)
+    console.print(screened_line(screening), soft_wrap=True)
+    console.print(screened_table(screening, chosen, top))
+    console.print()
+    sys.stdout.flush()
+
+
 def _print_result(result: Any, top: int, as_json: bool) -> None:
     from planner.describe import describe_pools
     from planner.economics import economics_line
@@ -283,12 +297,6 @@ def _print_result(result: Any, top: int, as_json: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    refusals = result.screening.refusals
-    console.print(
-        f"{result.screening.num_screened:,} points screened, {refusals.total:,} refused "
-        f"({'; '.join(f'{reason}: {n:,}' for reason, n in refusals.counts.most_common(2))})",
-        soft_wrap=True,
-    )
     console.print(finalists_table(result, top))
     console.print(f"\n[bold]plan[/]: {describe_pools(result.plan)}", soft_wrap=True)
     console.print(f"[bold]why[/]: {' '.join(why_lines(result, result.explain()))}", soft_wrap=True)
@@ -338,9 +346,13 @@ class _progress:  # noqa: N801 - reads as a context manager
 
         columns = (TextColumn("simulating finalists"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._bar.start()
         task = self._bar.add_task("finalists")
-        return lambda done, total: self._bar.update(task, completed=done, total=total)
+
+        def tell(done: int, total: int) -> None:
+            self._bar.start()  # not before: what was screened is printed first
+            self._bar.update(task, completed=done, total=total)
+
+        return tell
 
     def __exit__(self, *exception: object) -> None:
         if not self._quiet:

@@ -40,7 +40,7 @@ def chunk_rows(pool: Pool) -> int:
 
 
 def engines(plan: Plan) -> str:
-    """A plan's engines for a table: `4x ep8 cp4`, or `4x ep4 > 1x ep32` from prefill to decode."""
+    """A plan's engines for a table: `4x ep8-cp4`; `4x ep4 > 1x ep32+32` (redundant experts) from prefill to decode."""
     pools = [plan.prefill, plan.serving] if plan.prefill else [plan.serving]
     return " > ".join(f"{pool.replicas}x {_short(pool.layout.resolve())}" for pool in pools if pool)
 
@@ -50,7 +50,7 @@ def _short(layout: ParallelLayout) -> str:
     derived = f"dp{layout.step_group // layout.replica_ranks}"
     shown = str(replace(layout, redundant_experts=0)).split()
     redundant = f"+{layout.redundant_experts}" if layout.redundant_experts else ""
-    return " ".join(part for part in shown if part != derived) + redundant
+    return "-".join(part for part in shown if part != derived) + redundant
 
 
 def unused_gpus(plan: Plan) -> int:

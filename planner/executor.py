@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from deepinfer.errors import UsageError
+from deepinfer.registry import load_backend
 
 LOCAL = "local"
 KNOCK_S = 5.0
@@ -35,7 +38,14 @@ def connected(executor: str, jobs: int) -> Iterator[Run]:
     """
     name, _, address = executor.partition(":")
     if name == LOCAL and not address:
-        yield lambda work: _parallel(jobs, "generator")(work)
+        starting = _start_workers(jobs)
+
+        def run(work: Work) -> Iterable[Any]:
+            list(starting)  # they take work from then on
+            with interrupts_ignored():
+                return cast("Iterable[Any]", _parallel(jobs, "generator")(work))
+
+        yield run
         return
     if name not in _CONNECT:
         raise UsageError(f"unknown executor {executor!r}: known are {LOCAL}, ray[:ADDRESS], dask[:ADDRESS]")
@@ -44,6 +54,38 @@ def connected(executor: str, jobs: int) -> Iterator[Run]:
     with _CONNECT[name](address), parallel_config(backend=name):
         # Ray's backend has no generators: its results come a round at a time.
         yield lambda work: _parallel(jobs, "list" if name == "ray" else "generator")(work)
+
+
+def _start_workers(jobs: int) -> Iterator[Any]:
+    """Worker processes that import what they need while this one screens; what is returned ends when they are ready."""
+    from joblib import delayed, effective_n_jobs
+
+    count = effective_n_jobs(jobs)
+    if count == 1:
+        return iter(())
+    with interrupts_ignored():
+        return cast("Iterator[Any]", _parallel(jobs, "generator")(delayed(_get_ready)() for _ in range(count)))
+
+
+def _get_ready() -> None:
+    importlib.import_module("planner.refine")
+    load_backend("sim")
+
+
+@contextlib.contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Ignore SIGINT for a moment: worker processes started now inherit that Ctrl-C is for this one to handle.
+
+    Outside the main thread, where signals are not handled, do nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _parallel(jobs: int, return_as: str) -> Any:

@@ -6,18 +6,27 @@ screens the plan's own kinds of engines again, with the settings free. What gain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from deepinfer.hardware.spec import Accelerator, Quantity
 from deepinfer.layout.plan import Plan, Pool
 from planner.describe import engines
 from planner.pipeline import SearchResult, make_screen
 from planner.problem import Problem
 from planner.refine import Finalist, corrections
+from planner.resources import (
+    Change,
+    compute_faster,
+    hbm_faster,
+    hbm_larger,
+    host_slower,
+    latencies_longer,
+    scale_out_faster,
+    scale_up_faster,
+)
 from planner.screen import Points
 from planner.space import EngineKind
 from planner.steady import UTILIZATION
@@ -121,11 +130,12 @@ def _worth(points: Points, problem: Problem) -> np.ndarray[tuple[int], np.dtype[
 
 def _changes(problem: Problem) -> Iterator[tuple[Group, str, Problem]]:
     for name, better in RESOURCES.items():
-        yield "resource", name, _on(problem, better)
+        yield "resource", name, _on(problem, better, 2.0)
+    halved = replace(_on(problem, latencies_longer, 0.5), start_ups=0.5)
+    yield "resource", "kernels and messages started twice as fast", halved
     even = problem.expert_load.model_copy(update={"balanced": True})
     yield "resource", "experts loaded evenly", replace(problem, expert_load=even)
-    half = {name: _times(value, 0.5) for name, value in _host_times(problem)}
-    yield "resource", "host twice as fast", replace(problem, host=problem.host.model_copy(update=half))
+    yield "resource", "host twice as fast", replace(problem, host=host_slower(problem.host, 0.5))
     slo = problem.slo
     yield (
         "limit",
@@ -157,53 +167,20 @@ def _moved_assumptions(problem: Problem) -> Iterator[tuple[Group, str, Problem]]
     yield "assumption", "expert popularity twice as skewed", replace(problem, expert_load=skewed)
 
 
-def _host_times(problem: Problem) -> Iterator[tuple[str, Quantity]]:
-    for name in type(problem.host).model_fields:
-        value = getattr(problem.host, name)
-        if isinstance(value, Quantity):
-            yield name, value
-
-
-def _on(problem: Problem, better: Callable[[Accelerator], Accelerator]) -> Problem:
+def _on(problem: Problem, change: Change, factor: float) -> Problem:
     """The same question on other accelerators."""
     apart = problem.prefill_cluster
     return replace(
         problem,
-        cluster=replace(problem.cluster, accelerator=better(problem.cluster.accelerator)),
-        prefill_cluster=replace(apart, accelerator=better(apart.accelerator)) if apart else None,
+        cluster=replace(problem.cluster, accelerator=change(problem.cluster.accelerator, factor)),
+        prefill_cluster=replace(apart, accelerator=change(apart.accelerator, factor)) if apart else None,
     )
 
 
-def _times(quantity: Quantity, factor: float) -> Quantity:
-    return quantity.model_copy(update={"value": quantity.value * factor})
-
-
-def _better(name: str) -> Callable[[Accelerator], Accelerator]:
-    """Twice as much of one quantity of an accelerator."""
-    return lambda a: a.model_copy(update={name: _times(getattr(a, name), 2.0)})
-
-
-def _faster_link(name: str) -> Callable[[Accelerator], Accelerator]:
-    def better(accelerator: Accelerator) -> Accelerator:
-        link = getattr(accelerator, name)
-        changes = {"bytes_per_s": _times(link.bytes_per_s, 2.0)}
-        if link.latency_s is not None:
-            changes["latency_s"] = _times(link.latency_s, 0.5)
-        return accelerator.model_copy(update={name: link.model_copy(update=changes)})
-
-    return better
-
-
-def _faster_compute(accelerator: Accelerator) -> Accelerator:
-    return accelerator.model_copy(
-        update={"flops_per_s": {name: _times(rate, 2.0) for name, rate in accelerator.flops_per_s.items()}}
-    )
-
-
-RESOURCES: dict[str, Callable[[Accelerator], Accelerator]] = {
-    "compute twice as fast": _faster_compute,
-    "HBM twice as fast": _better("hbm_bytes_per_s"),
-    "twice the HBM, for KV": _better("hbm_bytes"),
-    "scale-up links twice as fast": _faster_link("scale_up"),
-    "scale-out links twice as fast": _faster_link("scale_out"),
+RESOURCES: dict[str, Change] = {
+    "compute twice as fast": compute_faster,
+    "HBM twice as fast": hbm_faster,
+    "twice the HBM, for KV": hbm_larger,
+    "scale-up links twice as fast": scale_up_faster,
+    "scale-out links twice as fast": scale_out_faster,
 }

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,7 +18,7 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
 from planner.encode import with_encode
-from planner.executor import LOCAL, Run, connected
+from planner.executor import LOCAL, Run, connected, interrupts_ignored
 from planner.pareto import ParetoPoint, pareto_points
 from planner.problem import Problem
 from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
@@ -35,6 +32,8 @@ REQUIRED_ROWS = 512
 """Prompt rows a step must take at least, for the smallest cluster that fits."""
 Progress = Callable[[int, int], None]
 """Told how many of how many simulations are done."""
+Screened = Callable[[Screening, Sequence[int]], None]
+"""Told of the screening and of the points that are simulated first."""
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,24 +116,31 @@ class SearchResult:
 
 
 def run_search(
-    problem: Problem, jobs: int = -1, progress: Progress | None = None, executor: str = LOCAL
+    problem: Problem,
+    jobs: int = -1,
+    progress: Progress | None = None,
+    executor: str = LOCAL,
+    screened: Screened | None = None,
 ) -> SearchResult:
     """Search a problem's space; finalists run in `jobs` processes (-1: one per core) of the executor.
 
-    The result does not depend on where they run. Raises InfeasibleError, with the nearest feasible change, when no plan
-    fits or none keeps the limits, and UsageError for an executor that cannot be reached.
+    `screened` is told of the screening and the points simulated first, before they are. The result does not depend on
+    where they run. Raises InfeasibleError, with the nearest feasible change, when no plan fits or none keeps the
+    limits, and UsageError for an executor that cannot be reached.
     """
     with connected(executor, jobs) as run:
-        return _search(problem, run, progress)
+        return _search(problem, run, progress, screened)
 
 
-def _search(problem: Problem, run: Run, progress: Progress | None) -> SearchResult:
+def _search(problem: Problem, run: Run, progress: Progress | None, screened: Screened | None) -> SearchResult:
     screening = make_screen(problem).run()
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
     finalists: list[Finalist] = []
     for number, count in enumerate(ROUNDS):
         chosen = choose_points(problem, screening, finalists, count, spread=0 if number else 2)
+        if screened and not number:
+            screened(screening, chosen)
         plans = [make_plan(problem, screening, point, finalists) for point in chosen]
         finalists += _simulate(chosen, plans, run, _from(progress, len(finalists), sum(ROUNDS)))
     ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
@@ -153,6 +159,7 @@ def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> S
         load=problem.load,
         acceptance=problem.acceptance,
         host=problem.host,
+        start_ups=problem.start_ups,
         slo=problem.slo,
         expert_load=problem.expert_load,
         pools=problem.pools,
@@ -172,26 +179,12 @@ def _simulate(chosen: Sequence[int], plans: Sequence[Plan], run: Run, tell: Prog
 
     tell(0, len(plans))
     work = (delayed(run_finalist)(point, plan) for point, plan in zip(chosen, plans, strict=True))
-    # Worker processes inherit that Ctrl-C is ignored: it is for the parent to handle.
-    with _interrupts_ignored():
+    with interrupts_ignored():
         finalists = run(work)
     # They come back in order, whatever process ran them: two searches write the same bytes.
     for done, finalist in enumerate(finalists, start=1):
         tell(done, len(plans))
         yield finalist
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    """Ignore SIGINT for a moment; outside the main thread, where signals are not handled, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _keeps_limits(problem: Problem, summary: Summary) -> bool:

@@ -70,7 +70,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Problem:
-    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster."""
+    """A search's question, with names resolved to specs. `rate` is in requests/s for the whole cluster.
+
+    `kv_format` is what two pools keep KV in where their kinds of accelerators would not agree. `start_ups` times as
+    long as in the cost profiles is what kernels take to start: for what-ifs.
+    """
 
     model_name: str
     hardware_name: str
@@ -90,6 +94,8 @@ class Problem:
     expert_load: ExpertLoad = TYPICAL_LOAD
     replay: Replay = "off"
     host: HostProfile = field(default_factory=load_host)
+    start_ups: float = 1.0
+    kv_format: str | None = None
     network: Network | None = None
     prefill_hardware_name: str | None = None
     prefill_cluster: ClusterSpec | None = None
@@ -133,7 +139,9 @@ def make_problem(question: Question) -> Problem:
     _check_numbers(question)
     accelerator = _on_network(load_hardware(question.hardware), network)
     _check_objective(question.objective, accelerator)
-    model = fit_to_hardware(load_model(question.model), accelerator)
+    own_formats = load_model(question.model)
+    kv_format = _common_kv_format(own_formats, accelerator, question.prefill_hardware)
+    model = fit_to_hardware(own_formats, accelerator, kv_format)
     isl, osl, source, trace_requests = question.isl, question.osl, None, 0
     if question.trace is not None:
         trace = read_trace(question.trace)
@@ -166,9 +174,21 @@ def make_problem(question: Question) -> Problem:
         prefill_hardware_name=question.prefill_hardware,
         prefill_cluster=_prefill_cluster(question, network),
         network=network,
+        kv_format=kv_format,
         images=question.images,
         image_tokens=_image_tokens(question, model, load),
     )
+
+
+def _common_kv_format(model: ModelSpec, accelerator: Accelerator, prefill: str | None) -> str | None:
+    """The KV format that two kinds of accelerators can both serve, where one asks for another than the model's own."""
+    if prefill is None:
+        return None
+    kinds = (accelerator, load_hardware(prefill))
+    asked = {kind.kv_format[model.family] for kind in kinds if model.family in kind.kv_format}
+    if len(asked) > 1:
+        raise UsageError(f"two kinds of accelerators share no KV format of {model.name}: {' and '.join(sorted(asked))}")
+    return asked.pop() if asked else None
 
 
 def _of_cluster(question: Question, cluster: ClusterFile) -> tuple[Question, Network | None]:

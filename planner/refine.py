@@ -145,7 +145,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
             max_tokens_per_step=seqs * (1 + nextn) + int(points.chunk_rows[point]),
             nextn=nextn,
             replay=candidate.kind.replay,
-            **_choices(candidate.kind),
+            **_choices(problem, candidate.kind),
         ),
     )
     if candidate.prefill is None:
@@ -157,7 +157,7 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
         replay=replay,
         # The decode pool replays the windows, and computes the first token with them.
         keep_tokens=1 if replay == "compact" else EngineSettings().keep_tokens,
-        **_choices(candidate.prefill),
+        **_choices(problem, candidate.prefill),
     )
     prefill = Pool(
         role="prefill",
@@ -170,9 +170,9 @@ def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -
     return (prefill, serving)
 
 
-def _choices(kind: EngineKind) -> dict[str, Any]:
+def _choices(problem: Problem, kind: EngineKind) -> dict[str, Any]:
     """Settings that a kind of engine fixes."""
-    return {"overlap": kind.overlap, "moe": kind.moe, "kv_format": kind.kv_format}
+    return {"overlap": kind.overlap, "moe": kind.moe, "kv_format": kind.kv_format or problem.kv_format}
 
 
 def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:
@@ -205,17 +205,17 @@ def choose_points(
     both = bool(split[within].any() and not split[within].all())
     taken = {f.point for f in known if not _had_too_many_users(problem, screening, f)}
     chosen: list[int] = []
-    for index in _ranked(points, within, points.output_per_gpu * output):
+    ranked = [i for i in _ranked(points, within, points.output_per_gpu * output) if i not in taken]
+    for index in ranked:
         if len(chosen) >= count - spread:
             break
-        if index in taken:
-            continue
         if known or _adds_something(points, family, chosen, index, (count - spread) // 2 if both else count):
             chosen.append(index)
     inside = np.flatnonzero(within)
     front = inside[pareto(1.0 / points.tpot_s[inside], points.output_per_gpu[inside])]
     along = np.linspace(0, len(front) - 1, spread).astype(int)
-    return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along)]))
+    # A point of the front may be chosen already, and too few may differ enough: the next best fill up.
+    return list(dict.fromkeys([*chosen, *(int(front[i]) for i in along), *ranked]))[:count]
 
 
 def _had_too_many_users(problem: Problem, screening: Screening, finalist: Finalist) -> bool:

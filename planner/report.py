@@ -43,7 +43,7 @@ def finalists_table(result: SearchResult, top: int) -> Table:
     table.add_column("")
     table.add_column("engines", no_wrap=True)
     for name in (
-        "req/\nGPU", "prompt\nrows", "next\nn", "output\ntok/s/GPU", "tok/s\n/user",
+        "req/\nGPU", "rows/\nGPU", "next\nn", "output\ntok/s\n/GPU", "tok/s\n/user",
         f"TTFT\np{slo.percentile}", f"TPOT\np{slo.percentile}", "ok",
     ):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)

@@ -118,13 +118,14 @@ class Screen:
         prefill_space: SearchSpace | None = None,
         only: Sequence[EngineKind] | None = None,
         sizing: bool = False,
+        start_ups: float = 1.0,
     ) -> None:
         self.only, self.sizing = only, sizing
         self._rate = load.rate or 0.0
         self.space, self.load, self.slo = space, load, slo
         self.prefill_space = prefill_space
         self.pools: PoolChoice = "split" if prefill_space else pools
-        self._serving = SteadyState(space, load, acceptance, host, expert_load)
+        self._serving = SteadyState(space, load, acceptance, host, expert_load, start_ups)
         self._prefilling = self._serving.on(prefill_space or space)
         self.num_gpus = space.gpus + (prefill_space.gpus if prefill_space else 0)
         self.refusals = Refusals()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deepinfer.cost.compose import step_cost
-from deepinfer.cost.model import CostModel
+from deepinfer.cost.model import CostModel, load_profile
 from deepinfer.graph.build import build_graph, drafts_in_graph
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.graph.shape import Sequences, StepShape
@@ -35,6 +35,7 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
 from deepinfer.numeric import Num
 from deepinfer.scheduler.speculation import Acceptance
+from planner.resources import start_ups_longer
 from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
 
 Floats = npt.NDArray[np.float64]
@@ -86,16 +87,25 @@ class SteadyState:
     """Evaluates kinds of engines of one model on one cluster for one load."""
 
     def __init__(
-        self, space: SearchSpace, load: Load, acceptance: Acceptance, host: HostProfile, expert_load: ExpertLoad
+        self,
+        space: SearchSpace,
+        load: Load,
+        acceptance: Acceptance,
+        host: HostProfile,
+        expert_load: ExpertLoad,
+        start_ups: float = 1.0,
     ) -> None:
         self.space, self.model, self.cluster = space, space.model, space.cluster
         self.load, self.acceptance, self.host, self.expert_load = load, acceptance, host, expert_load
-        self._costs = CostModel(self.cluster.accelerator)
+        self._start_ups = start_ups
+        profile = load_profile(self.cluster.accelerator.family)
+        self._costs = CostModel(self.cluster.accelerator, start_ups_longer(profile, start_ups))
         self._defaults = EngineSettings()
+        self._known_bytes: dict[tuple[str | None, int, int, int], tuple[Floats, Floats]] = {}
 
     def on(self, space: SearchSpace) -> SteadyState:
         """The same for another space of the same model on the same cluster."""
-        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load)
+        return SteadyState(space, self.load, self.acceptance, self.host, self.expert_load, self._start_ups)
 
     def mixed(self, kind: EngineKind, number: int, nextns: list[int], refusals: Refusals) -> EnginePoints | None:
         """Feasible engines of a kind that prefill and decode: requests x chunk x draft length."""
@@ -172,19 +182,26 @@ class SteadyState:
         usable = self.cluster.accelerator.hbm_bytes.value * settings.memory_utilization
         weights = sum(size for _, size in weight_items(model, layout))
         seqs, chunk, nextn = (table[:, i].astype(np.float64) for i in range(3))
-        state = np.asarray([state_bytes_per_request(model, int(n)) for n in range(int(nextn.max()) + 1)])
+        state, per_token = self._bytes(kind, int(nextn.max()))
         work = workspace_bytes(model, layout, seqs * (1 + nextn) + chunk, seqs * (1 + nextn))
         slots = np.ceil(STATE_SLOTS_RATIO * seqs) * state[table[:, 2]]
         left = usable - weights - work - slots
         blocks = np.ceil((tokens + nextn + 1) / settings.block_tokens) * seqs
-        per_token = np.asarray(
-            [kv_bytes_per_token(model, int(n), layout.tp, layout.dcp) for n in range(int(nextn.max()) + 1)]
-        )
         fits: npt.NDArray[np.bool_] = left >= blocks * per_token[table[:, 2]] * settings.block_tokens
         too_heavy = np.asarray(weights + work > usable)
         refusals.add("weights and workspace exceed the GPU's memory", f"{kind}", int(too_heavy.sum()))
         refusals.add("the KV of all requests does not fit", f"{kind}", int((~fits & ~too_heavy).sum()))
         return fits
+
+    def _bytes(self, kind: EngineKind, nextn: int) -> tuple[Floats, Floats]:
+        """Bytes of a request's state, and of a token's KV on one rank, with 0 to `nextn` drafts."""
+        key, layout = (kind.kv_format, kind.layout.tp, kind.layout.dcp, nextn), kind.layout
+        if key not in self._known_bytes:
+            model, drafts = self._model_of(kind), range(nextn + 1)
+            state = np.asarray([state_bytes_per_request(model, n) for n in drafts])
+            per_token = np.asarray([kv_bytes_per_token(model, n, layout.tp, layout.dcp) for n in drafts])
+            self._known_bytes[key] = (state, per_token)
+        return self._known_bytes[key]
 
     def _steady_state(
         self, kind: EngineKind, graph: ExecutionGraph, table: Ints, number: int, load: Load

@@ -23,8 +23,8 @@ from deepinfer.layout.plan import Plan
 from planner.describe import mean_prefill_step, mean_steps
 
 ACCEPTANCE_LINE = (
-    "Bands take the accepted length as given. It depends on the text: DSpark on Qwen3-4B keeps 4.6 of 6 tokens on "
-    "mathematics, 4.4 on code and 3.2 in chat (its paper)."
+    "That length depends on the text: DSpark on Qwen3-4B keeps 4.6 of 6 tokens on mathematics, 4.4 on code and 3.2 in "
+    "chat (its paper)."
 )
 
 

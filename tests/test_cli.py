@@ -142,7 +142,7 @@ BAD_SEARCHES = [
     (("--gpus", "64", "--isl", "2000000"), "exceed the 1048576"),
     (("--gpus", "64", "--images", "1", "--model", "kimi-k2"), "has no vision tower"),
     (("--gpus", "64", "--acceptance", "1.5"), "--acceptance must lie between 0 and 1"),
-    (("--gpus", "64", "--objective", "energy"), "--objective energy needs"),
+    (("--gpus", "64", "--objective", "energy", "--hardware", "ascend-950pr"), "--objective energy needs"),
     (("--gpus", "64", "--objective", "gpus"), "--objective gpus needs"),
     (("--gpus", "64", "--objective", "speed"), "speed"),
     (("--gpus", "64", "--out", "/proc/nowhere/x"), "cannot write"),

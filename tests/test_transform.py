@@ -276,7 +276,7 @@ def test_overlap_accepts_arrays() -> None:
     costs = CostModel(load_hardware("h100"))
     together = step_cost(g, decode(np.asarray([8.0, 100.0])), costs).seconds  # type: ignore[arg-type]
     alone = [float(step_cost(g, decode(n), costs).seconds) for n in (8.0, 100.0)]
-    assert np.asarray(together) == pytest.approx(alone, rel=1e-12)
+    assert np.asarray(together) == pytest.approx(alone, rel=1e-6)
 
 
 # --- whole plans ----------------------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def test_medians_and_kendall_against_their_definitions() -> None:
     assert stats.median_absolute == pytest.approx(statistics.median(map(abs, errors)))
     assert stats.p90_absolute == pytest.approx(sorted(map(abs, errors))[18])  # 0.9 x 20 of 21
     agree = [(a[0] < b[0]) == (a[1] < b[1]) for a, b in itertools.combinations(pairs, 2)]
-    assert stats.pairs == 210
+    assert (stats.pairs, stats.inside) == (210, None)
     assert stats.kendall == pytest.approx((2 * sum(agree) - 210) / 210)
 
 
@@ -323,6 +323,18 @@ def test_kendall_is_one_in_order_and_counts_points_of_one_curve_only() -> None:
     both = group_stats(outcomes_of(rising) + outcomes_of(falling, engine="trtllm"))[0]
     assert (both.pairs, both.kendall) == (20, 0.0)
     assert group_stats(outcomes_of(rising[:1]))[0].kendall is None
+
+
+def test_a_condition_that_is_a_range_widens_the_band() -> None:
+    """An unstated forward: the band's ends are those of the range, further out by the same factors."""
+    (stated,) = validate([target(**PREFILL)])
+    (unstated,) = validate([target(**(PREFILL | {"prefill_tokens_per_gpu": None}))])
+    assert stated.band is not None
+    assert unstated.band is not None
+    assert unstated.prediction is not None
+    assert unstated.ends is not None
+    assert unstated.ends[1] / unstated.prediction.high == pytest.approx(stated.band.high, rel=0.02)
+    assert unstated.ends[1] / unstated.ends[0] > stated.band.high / stated.band.low
 
 
 def test_groups_count_what_has_no_prediction() -> None:
@@ -356,7 +368,8 @@ def test_json_holds_every_entry_and_group(tmp_path: Path, capsys: pytest.Capture
     first, other = found["entries"]
     assert first["error"] == pytest.approx(first["predicted"] / 0.04 - 1)
     assert (first["id"], first["measured"], first["reason"]) == ("decode", 0.04, None)
-    assert (other["predicted"], other["error"]) == (None, None)
+    assert first["low"] < first["predicted"] < first["high"]
+    assert (other["predicted"], other["error"], other["low"], other["high"]) == (None, None, None, None)
     assert "a100" in other["reason"]
     assert found["groups"][0]["num"] == 2
 
@@ -365,7 +378,7 @@ def test_explain_shows_the_operators_of_a_step(tmp_path: Path, capsys: pytest.Ca
     path = written(tmp_path, DECODE, DECODE | {"id": "other", "hardware": "a100"})
     status, out, _ = run("planner", "validate", path, "--explain", "decode", capsys=capsys)
     assert status == 0
-    for text in ("experts", "memory", "fitted", "host and idling"):
+    for text in ("experts", "memory", "fitted", "host and idling", "80% band -"):
         assert text in out
     status, out, _ = run("planner", "validate", path, "--explain", "other", capsys=capsys)
     assert (status, "not predicted" in out) == (0, True)

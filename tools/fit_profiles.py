@@ -198,6 +198,7 @@ TILE = ("rows_half", 64.0)
 # end in the middle of one. The measured ones are powers of two, which fill waves of 132 to 97 %.
 WAVE = ("depth_s", 1.6e-9)
 NVLINK = ("scale_up_efficiency", 0.6)  # of the fused expert kernel, whose link never binds in the data
+PEER = ("per_peer_s", 1e-6)  # about what a further rank costs in all-gathers and all-reduces
 HIDDEN = ("message_sharpness", 4.0)  # as sharp as the roofline's knee by default
 FP8, FP4 = ("fp8_block",), ("nvfp4",)
 CONTEXT = "wideep_context_moe.sglang-0.5.10"
@@ -248,10 +249,10 @@ def products(hopper: bool) -> list[Entry]:
         Entry("grouped_gemm.fp8", AROUND, MOE, balanced, (TILE,), max_rows=60),
         Entry(
             "fused_moe.fp8",
-            (*ROOFLINE[:3], "per_peer_s"),
+            ROOFLINE[:3],
             {"dsv4_megamoe_module.": fused_moe},
             "balanced, 1 to 32,768 tokens a rank, EP4 to EP32; share of NVLink as of combine's kernels",
-            (NVLINK, HIDDEN),
+            (NVLINK, HIDDEN, PEER),
             published=fused_moe_published(),
             published_what="DeepGEMM PR 316: V4-Flash and V4-Pro, EP8 on B200",
         ),

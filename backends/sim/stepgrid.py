@@ -42,7 +42,7 @@ class StepGrid:
         self._axes, self._evaluate = tuple(axes), evaluate
         self._nodes = [(nodes := axis.nodes(), len(nodes) - 1) for axis in axes]
         self._blocks: dict[tuple[int, ...], Floats] = {}
-        self._cells: dict[tuple[int, ...], list[float]] = {}
+        self._cells: dict[tuple[int, ...], Floats] = {}
 
     def __call__(self, *values: float) -> float:
         """The function at one point."""
@@ -56,30 +56,20 @@ class StepGrid:
         corners = self._cells.get(key)
         if corners is None:
             corners = self._cells[key] = self._corners(key)
-        half = len(corners)
-        for share in shares:
-            half //= 2
-            if share == 0.0:
-                corners = corners[:half]
-            elif share == 1.0:
-                corners = corners[half:]
-            else:
-                corners = [a + share * (b - a) for a, b in zip(corners[:half], corners[half:], strict=True)]
-        return corners[0]
+        return _interpolated(corners, shares)
 
     def along(self, axis: int, low: float, high: float) -> Floats:
         """Grid points of an axis between which all of [low, high] lies."""
         nodes, last = self._nodes[axis]
         return np.asarray(nodes[bisect_right(nodes, low, 0, last) - 1 : bisect_right(nodes, high, 0, last) + 1])
 
-    def _corners(self, cell: tuple[int, ...]) -> list[float]:
+    def _corners(self, cell: tuple[int, ...]) -> Floats:
         key = tuple(index // axis.cells for axis, index in zip(self._axes, cell, strict=True))
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = self._tabulate(key)
         at = [index % axis.cells for axis, index in zip(self._axes, cell, strict=True)]
-        corners: list[float] = block[tuple(slice(i, i + 2) for i in at)].ravel().tolist()
-        return corners
+        return block[tuple(slice(i, i + 2) for i in at)].ravel()
 
     def _tabulate(self, key: tuple[int, ...]) -> Floats:
         points = [
@@ -88,3 +78,31 @@ class StepGrid:
         ]
         shape = tuple(len(p) for p in points)
         return np.broadcast_to(self._evaluate(*np.ix_(*points)), shape)
+
+
+def _interpolated(corners: Floats, shares: Sequence[float]) -> float:
+    """The value inside a cell, axis by axis: as arrays while those are long, then as numbers."""
+    half = len(corners)
+    for number, share in enumerate(shares):
+        if half <= _SHORT:
+            return _interpolated_few(corners.tolist(), shares[number:])
+        half //= 2
+        if share == 0.0:
+            corners = corners[:half]
+        elif share == 1.0:
+            corners = corners[half:]
+        else:
+            low = corners[:half]
+            corners = low + share * (corners[half:] - low)
+    return float(corners[0])
+
+
+def _interpolated_few(corners: list[float], shares: Sequence[float]) -> float:
+    for share in shares:
+        half = len(corners) // 2
+        corners = [a + share * (b - a) for a, b in zip(corners[:half], corners[half:], strict=True)]
+    return corners[0]
+
+
+_SHORT = 32
+"""Corners up to which a list is faster."""

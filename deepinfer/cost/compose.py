@@ -10,8 +10,9 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
-from deepinfer.cost.model import CostModel, Source
+from deepinfer.cost.model import Cost, CostModel, Source
 from deepinfer.graph.graph import ExecutionGraph
+from deepinfer.graph.ops import OpKind, Work
 from deepinfer.graph.shape import StepShape
 from deepinfer.numeric import Num
 
@@ -35,7 +36,13 @@ class PathItem:
 
 def operator_seconds(graph: ExecutionGraph, shape: StepShape, costs: CostModel) -> tuple[list[Num], Source]:
     """Seconds of each of `graph.operators`, and the weakest source of those that do any work."""
-    found = [costs.cost(operator, operator.work(shape)) for operator in graph.operators]
+    known: dict[tuple[OpKind, Callable[[StepShape], Work]], Cost] = {}  # operators may share their work
+    found: list[Cost] = []
+    for operator in graph.operators:
+        key = (operator.kind, operator.work)
+        if key not in known:
+            known[key] = costs.cost(operator, operator.work(shape))
+        found.append(known[key])
     working = [c.source for c in found if (c.seconds.any() if isinstance(c.seconds, np.ndarray) else c.seconds)]
     return [c.seconds for c in found], min(working, default=Source.MEASURED)
 

@@ -227,7 +227,8 @@ def _rounded_maximum(a: Num, b: Num, sharpness: float) -> Num:
     high, low = larger(a, b), smaller(a, b)
     ratio = low / larger(high, 1e-300)
     if not isinstance(ratio, np.ndarray):
-        return high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
+        exact: Num = high * (1.0 + ratio**sharpness) ** (1.0 / sharpness)
+        return exact
     values, slopes = _rounding(sharpness)
     at = ratio * float(_ROUNDING_CELLS)
     cell = at.astype(np.intp)

@@ -13,8 +13,9 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
-SAMPLED_REQUESTS = 2048
-"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many."""
+SAMPLED_REQUESTS, SAMPLED_BY_AN_ENGINE = 2048, 1024
+"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many; and
+those of an engine of a mixed pool, whose replicas are more alike: all of them decode and prefill."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -31,14 +32,15 @@ def simulate_plan(plan: Plan) -> Summary:
 def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tuple[Workload, tuple[Deployment, ...]]:
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
-    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of two pools it is the same
+    Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of a large engine it is some
+    of the attention replicas, as long as `SAMPLED_BY_AN_ENGINE` requests run at once. Of two pools it is the same
     share of each: whole step groups that prefill, because the more replicas step together the rarer they all idle, and
     if need be some attention replicas of one that decodes, as long as `SAMPLED_REQUESTS` decode. Poisson arrivals are
     shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
     harder on a part than the router. Traces, and users that do not divide evenly, are left as they are.
     """
     arrivals, count = workload.arrivals, workload.num_requests
-    parts = _num_parts(deployments)
+    parts = _num_parts(deployments, isinstance(arrivals, ClosedLoop))
     share: Arrivals
     match arrivals:
         case ClosedLoop(concurrency=users) if users % parts == 0:
@@ -53,18 +55,29 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
 
 
 def parts_of(plan: Plan) -> int:
-    """Into how many alike parts a plan's pools are divided, of which one is simulated."""
-    return _num_parts(resolve(plan))
+    """Into how many alike parts a plan's pools are divided in a closed loop, of which one is simulated."""
+    return _num_parts(resolve(plan), closed=True)
 
 
-def _num_parts(deployments: tuple[Deployment, ...]) -> int:
+def _num_parts(deployments: tuple[Deployment, ...], closed: bool) -> int:
     if len(deployments) == 1:
-        return deployments[0].replicas
+        return deployments[0].replicas * (_num_shares(deployments[0]) if closed else 1)
     prefill = next(d for d in deployments if d.role == "prefill")
     decode = next(d for d in deployments if d.role == "decode")
     common = math.gcd(prefill.step_groups, decode.attention_replicas)
     requests = decode.attention_replicas * decode.settings.max_num_seqs
     return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
+
+
+def _num_shares(engines: Deployment) -> int:
+    """Into how many alike shares the attention replicas of an engine are divided, where they all step together."""
+    replicas = engines.replicas_per_group
+    if engines.step_groups > engines.replicas:
+        return 1
+    requests = replicas * engines.settings.max_num_seqs
+    return max(
+        k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_BY_AN_ENGINE)
+    )
 
 
 def _part(deployment: Deployment, parts: int) -> Deployment:

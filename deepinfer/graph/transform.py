@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -31,17 +31,18 @@ def two_batch_overlap(graph: ExecutionGraph, replica_ranks: int = 1) -> Executio
     blocks: dict[Block, Block] = {}
     for block in graph.blocks:
         if block not in blocks:
-            halves = [list(_turns(_half_operators(block, half, replica_ranks))) for half in ("a", "b")]
+            # Both halves have the same work: one function of the shape, which is evaluated once.
+            works = [_half_work(op.work, replica_ranks) for op in block.operators]
+            halves = [list(_turns(_half_operators(block, half, works))) for half in ("a", "b")]
             alternating = [op for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for op in turn]
             blocks[block] = Block(block.name, tuple(alternating))
     return ExecutionGraph(f"{graph.name}, two batches", tuple(blocks[block] for block in graph.blocks))
 
 
-def _half_operators(block: Block, half: str, replica_ranks: int) -> Iterator[Operator]:
-    for op in block.operators:
+def _half_operators(block: Block, half: str, works: Sequence[Callable[[StepShape], Work]]) -> Iterator[Operator]:
+    for op, work in zip(block.operators, works, strict=True):
         inputs, outputs = (tuple(f"{slot}/{half}" for slot in slots) for slots in (op.inputs, op.outputs))
-        work, key = _half_work(op.work, replica_ranks), _half_key(op.key)
-        yield Operator(op.name, op.kind, inputs, outputs, work, key, op.stream)
+        yield Operator(op.name, op.kind, inputs, outputs, work, _half_key(op.key), op.stream)
 
 
 def _half_work(of: Callable[[StepShape], Work], replica_ranks: int) -> Callable[[StepShape], Work]:

@@ -6,6 +6,7 @@ Shapes and formats: the model card; what prefill may skip: DeepInfer 0.1.0 (`v4_
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from deepinfer.graph.build.common import (
     ACTIVATION_BYTES,
@@ -42,6 +43,7 @@ def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
+@lru_cache(maxsize=1024)
 def _without_position(layer: LayerSpec) -> LayerSpec:
     """The layer without what only names its place, so that layers with the same work compare equal."""
     engram = replace(layer.engram, num_rows=0) if layer.engram else None
