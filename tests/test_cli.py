@@ -15,6 +15,7 @@ import pytest
 import deepinfer.cli
 import planner.cli
 
+SMALL = ("--gpus", "4", "--images", "0.5")
 MODULES = {"planner": planner.cli, "deepinfer": deepinfer.cli}
 
 
@@ -34,12 +35,13 @@ def run(command: str, *arguments: str, capsys: pytest.CaptureFixture[str]) -> tu
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of one small search: four GPUs, one process."""
+    """The folder of one small search: four GPUs, one process, an image in every other request."""
     out = tmp_path_factory.mktemp("search") / "out"
-    command = [sys.executable, "-m", "planner", "search", "--gpus", "4", "--jobs", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "planner", "search", *SMALL, "--jobs", "1", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "plan" in done.stdout
+    for words in ("plan:", "encode: 1 GPU beside the 4", "prompts and images included"):
+        assert words in done.stdout
     return out
 
 
@@ -48,6 +50,8 @@ def test_search_writes_a_plan_a_report_and_plots(searched: Path) -> None:
     report = (searched / "report.md").read_text(encoding="utf-8")
     for heading in ("## The plan", "## Why this one", "## Finalists", "## Points not considered", "## Assumptions"):
         assert heading in report
+    for words in ("Encode pool: 1 GPU beside the 4", "Images are encoded on GPUs of their own"):
+        assert words in report
     for name in ("pareto.png", "step_breakdown.png"):
         assert (searched / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -61,15 +65,14 @@ def test_simulate_reproduces_the_prediction_exactly(searched: Path, capsys: pyte
 def test_the_same_search_writes_the_same_bytes(
     searched: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, _ = run(
-        "planner", "search", "--gpus", "4", "--jobs", "2", "--out", str(tmp_path), "--json", capsys=capsys
-    )
+    status, out, _ = run("planner", "search", *SMALL, "--jobs", "2", "--out", str(tmp_path), "--json", capsys=capsys)
     assert status == 0
     for path in searched.iterdir():
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
     printed = json.loads(out)
     assert printed["plan"] == json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
     assert printed["screened"] > 1000
+    assert printed["encode"]["gpus"] == printed["plan"]["encode"]["gpus"] == 1
 
 
 def test_show_prints_memory_prediction_and_step(searched: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +84,7 @@ def test_show_prints_memory_prediction_and_step(searched: Path, capsys: pytest.C
         "full-acceptance",
         "TTFT p50 / p90 / p99",
         "mean step",
+        "TTFT with images p90",
     ):
         assert words in out
 
@@ -136,6 +140,7 @@ BAD_SEARCHES = [
     (("--gpus", "64", "--tpot", "inf"), "--tpot"),
     (("--gpus", "64", "--isl", "0"), "--isl must be at least 1"),
     (("--gpus", "64", "--isl", "2000000"), "exceed the 1048576"),
+    (("--gpus", "64", "--images", "1", "--model", "kimi-k2"), "has no vision tower"),
     (("--gpus", "64", "--acceptance", "1.5"), "--acceptance must lie between 0 and 1"),
     (("--gpus", "64", "--objective", "energy", "--hardware", "ascend-950pr"), "--objective energy needs"),
     (("--gpus", "64", "--objective", "gpus"), "--objective gpus needs"),
