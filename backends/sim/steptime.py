@@ -49,8 +49,8 @@ _LARGE = 1 << 31
 def shared_timer(deployment: Deployment) -> StepTimer:
     """A timer for a deployment, with what was tabulated in this process for others that have the same steps.
 
-    Finalists of one layout differ in requests and chunks alone. Tables hold points of a fixed grid: what is in them does
-    not depend on who asked first.
+    Finalists of one layout differ in requests and chunks alone. Tables hold points of a fixed grid: what is in them
+    does not depend on who asked first.
     """
     chosen = deployment.settings
     key = (
