@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 from planner.steady import UTILIZATION, Floats, Ints
 
-ALIKE_PARTS = 16
-"""Large clusters are divided into about so many alike parts, one of which is simulated: a step of a sixteenth."""
+ALIKE_PARTS = 32
+"""Large clusters are divided into about so many alike parts, one of which is simulated: steps of a thirty-second."""
 
 
 def best_split(

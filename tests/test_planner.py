@@ -53,7 +53,7 @@ def test_every_layout_is_screened_or_refused() -> None:
 
 def test_every_point_is_screened_or_refused() -> None:
     asked = problem(8)
-    space = SearchSpace(asked.model, asked.cluster, requests_per_gpu=(1, 64, 4096), chunk_rows_per_gpu=(512, 8192))
+    space = SearchSpace(asked.model, asked.cluster, requests_per_gpu=(1, 64, 65536), chunk_rows_per_gpu=(512, 8192))
     (kind, *_) = (k for k in space.kinds("mixed", Refusals()) if k.layout.ep == 8 and k.layout.cp == 1)
     refusals = Refusals()
     steady = SteadyState(space, asked.load, asked.acceptance, asked.host, asked.expert_load)
@@ -87,30 +87,33 @@ def test_screening_refuses_for_memory_exactly_what_the_budget_refuses(model: str
 
 
 def test_screened_means_agree_with_the_simulation() -> None:
-    """Same cost formula, but closed-form queueing against the real scheduler: within 12% where the load is moderate."""
+    """Same cost formula, but closed-form queueing against the real scheduler: one pool within 6% where it is not full.
+
+    Two pools are simulated with four fifths of the screened users: TPOT within 15%, and at least so much output.
+    """
     asked = problem(8)
     kinds = [
         EngineKind("mixed", ParallelLayout(dp=8, ep=8), "compact"),
         EngineKind("mixed", ParallelLayout(dp=2, cp=4, ep=8), "compact"),
-        EngineKind("prefill", ParallelLayout(dp=2, ep=2), "compact"),
+        EngineKind("prefill", ParallelLayout(dp=4, ep=4), "compact"),
         EngineKind("decode", ParallelLayout(dp=4, ep=4), "compact"),
     ]
     found = make_screen(asked, only=kinds).run()
     points = found.points
     rng = np.random.default_rng(1)
     moderate = np.flatnonzero((points.tpot_s < 0.04) & (points.ttft_s < 0.5) & (points.users < 600))
-    for split in (False, True):
+    for split, output, tpot in ((False, 0.94, 0.06), (True, 0.8, 0.15)):
         for index in rng.choice(moderate[(points.prefill_rows[moderate] > 0) == split], 4, replace=False):
             summary = run_finalist(int(index), make_plan(asked, found, int(index))).summary
-            assert summary.output_tokens_per_s_per_gpu == pytest.approx(points.output_per_gpu[index], rel=0.12)
-            assert summary.tpot_s.mean == pytest.approx(points.tpot_s[index], rel=0.12)
+            assert output <= summary.output_tokens_per_s_per_gpu / points.output_per_gpu[index] <= 1.06
+            assert summary.tpot_s.mean == pytest.approx(points.tpot_s[index], rel=tpot)
 
 
 @given(
     giving=st.floats(0.1, 10.0),
     ranks=st.sampled_from([1, 2, 4, 8]),
     takers=st.lists(st.tuples(st.floats(0.1, 10.0), st.sampled_from([1, 2, 4, 8, 16])), min_size=1, max_size=4),
-    gpus=st.integers(2, 40),
+    gpus=st.integers(2, 31),
 )
 def test_the_best_split_by_enumeration(giving: float, ranks: int, takers: list[tuple[float, int]], gpus: int) -> None:
     rates, sizes = (np.asarray(column) for column in zip(*takers, strict=True))
