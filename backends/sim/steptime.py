@@ -52,12 +52,8 @@ def shared_timer(deployment: Deployment) -> StepTimer:
     Finalists of one layout differ in requests and chunks alone. Tables hold points of a fixed grid: what is in them
     does not depend on who asked first.
     """
-    chosen = deployment.settings
-    key = (
-        *(deployment.model, deployment.layout, repr(deployment.cluster), deployment.role, deployment.expert_load),
-        *(chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, chosen.graph_rows),
-        deployment.replicas_per_group == 1,
-    )
+    what = (deployment.model, deployment.layout, repr(deployment.cluster), deployment.features)
+    key = (*what, deployment.settings.graph_rows, deployment.replicas_per_group == 1)
     timer = _TIMERS.pop(key, None) or StepTimer(deployment, CostModel(deployment.cluster.accelerator))
     _TIMERS[key] = timer
     if len(_TIMERS) > _MOST_TIMERS:

@@ -68,14 +68,18 @@ class Deployment:
         """Attention replicas over all engines, of those that are run."""
         return self.step_groups * self.replicas_per_group
 
-    def graph(self) -> ExecutionGraph:
-        """The execution graph of this engine's steps."""
+    @property
+    def features(self) -> GraphFeatures:
+        """What the graph of this engine's steps contains."""
         phase: Phase = "prefill" if self.role == "prefill" else "mixed"  # a decode pool replays windows
         chosen = self.settings
-        features = GraphFeatures(
+        return GraphFeatures(
             phase, chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
         )
-        return build_graph(self.model, self.layout, self.cluster, features)
+
+    def graph(self) -> ExecutionGraph:
+        """The execution graph of this engine's steps."""
+        return build_graph(self.model, self.layout, self.cluster, self.features)
 
     def scheduler_config(self) -> SchedulerConfig:
         """What each attention replica's scheduler is told."""
