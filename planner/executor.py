@@ -10,6 +10,7 @@ import importlib
 import signal
 import socket
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -45,7 +46,13 @@ def connected(executor: str, jobs: int) -> Iterator[Run]:
             with interrupts_ignored():
                 return cast("Iterable[Any]", _parallel(jobs, "generator")(work))
 
-        yield run
+        try:
+            yield run
+        finally:
+            # A search that ends before it has simulated anything does not wait for them; joblib warns of that.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                getattr(starting, "close", lambda: None)()
         return
     if name not in _CONNECT:
         raise UsageError(f"unknown executor {executor!r}: known are {LOCAL}, ray[:ADDRESS], dask[:ADDRESS]")

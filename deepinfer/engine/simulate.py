@@ -13,9 +13,9 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
-SAMPLED_REQUESTS, SAMPLED_BY_AN_ENGINE = 2048, 1024
-"""Requests that the simulated attention replicas of a decode pool can decode at once, at least, if it has so many; and
-those of an engine of a mixed pool, whose replicas are more alike: all of them decode and prefill."""
+SAMPLED_REQUESTS = 1024
+"""Requests that the simulated attention replicas of a decode pool, or of an engine of a mixed one, can run at once, at
+least, if it has so many."""
 
 
 def simulate_plan(plan: Plan) -> Summary:
@@ -33,7 +33,7 @@ def smallest_part(workload: Workload, deployments: tuple[Deployment, ...]) -> tu
     """The smallest part of a cluster with its part of the users or requests, where that stands for all.
 
     Of a mixed pool that is one engine: in a closed loop engines do not affect each other. Of a large engine it is some
-    of the attention replicas, as long as `SAMPLED_BY_AN_ENGINE` requests run at once. Of two pools it is the same
+    of the attention replicas, as long as `SAMPLED_REQUESTS` requests run at once. Of two pools it is the same
     share of each: whole step groups that prefill, because the more replicas step together the rarer they all idle, and
     if need be some attention replicas of one that decodes, as long as `SAMPLED_REQUESTS` decode. Poisson arrivals are
     shared out only when there are more than `MAX_ROUTED_REQUESTS`: at random, which is Poisson again and a little
@@ -76,7 +76,7 @@ def _num_shares(engines: Deployment) -> int:
         return 1
     requests = replicas * engines.settings.max_num_seqs
     return max(
-        k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_BY_AN_ENGINE)
+        k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS)
     )
 
 
