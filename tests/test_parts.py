@@ -58,7 +58,7 @@ EIGHT = LayoutSpec(dp=8, ep=8)
         ((EIGHT, LayoutSpec(dp=32, ep=8)), (4, 1), 4, ((8, 1), (8, 1))),  # an engine of four step groups
         ((LayoutSpec(dp=32, ep=8), LayoutSpec(dp=32, ep=32)), (1, 1), 4, ((8, 1), (8, 1))),
         ((LayoutSpec(cp=8, ep=8), EIGHT), (3, 3), 3, ((1, 1), (8, 1))),
-        ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (4, 16), 2, ((2, 2), (8, 8))),
+        ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (4, 16), 4, ((1, 1), (4, 4))),
         ((LayoutSpec(cp=8, ep=8), LayoutSpec(cp=8, ep=8)), (3, 4), 1, ((3, 3), (4, 4))),
     ],
 )
