@@ -321,15 +321,15 @@ def _check_writable(folder: Path) -> None:
     """Find out before the work, not after it, that the folder cannot be written."""
     from deepinfer.files import write_file
 
-    existed = folder.exists()
+    made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     probe = folder / ".planner-probe"
     try:
         write_file(probe, b"")
     except UsageError as error:
         raise UsageError(f"cannot write into folder {folder}: {str(error).rpartition(': ')[2]}") from None
     probe.unlink()
-    if not existed:
-        folder.rmdir()
+    for parent in made:
+        parent.rmdir()
 
 
 class _progress:  # noqa: N801 - reads as a context manager

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from deepinfer.hardware.spec import Quantity, load_hardware
 from deepinfer.layout.plan import Plan
+from deepinfer.metrics.summary import Summary
+from deepinfer.workload.spec import FixedLength, PoissonArrivals
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Economics:
 def economics(plan: Plan) -> Economics:
     """Cost and energy of a plan. Only for plans with a prediction."""
     assert plan.prediction is not None
-    output_per_s = plan.prediction.output_tokens_per_s_per_gpu * plan.gpus
+    output_per_s = _output_per_s(plan, plan.prediction)
     dollars = _total(plan, "price_usd_per_hour")
     watts = _total(plan, "power_w")
     return Economics(
@@ -35,6 +37,14 @@ def economics(plan: Plan) -> Economics:
         joules_per_output_token=None if watts is None else watts / output_per_s,
         sources=tuple(dict.fromkeys(_sources(plan))),
     )
+
+
+def _output_per_s(plan: Plan, prediction: Summary) -> float:
+    """Output tokens/s of the whole plan: at a rate what it brings, not what a sample of it happened to."""
+    arrivals, osl = plan.workload.arrivals, plan.workload.osl
+    if isinstance(arrivals, PoissonArrivals) and isinstance(osl, FixedLength):
+        return arrivals.rate * osl.tokens
+    return prediction.output_tokens_per_s_per_gpu * plan.gpus
 
 
 def accelerators(plan: Plan) -> list[tuple[str, int]]:

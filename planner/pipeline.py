@@ -21,7 +21,7 @@ from planner.encode import with_encode
 from planner.executor import LOCAL, Run, connected, interrupts_ignored
 from planner.pareto import ParetoPoint, pareto_points
 from planner.problem import Problem
-from planner.refine import ROUNDS, Finalist, choose_points, make_plan, run_finalist
+from planner.refine import MEASURED_LIFETIMES, ROUNDS, Finalist, choose_points, make_plan, run_finalist
 from planner.screen import Screen, Screening
 from planner.space import EngineKind, SearchSpace
 from planner.steady import UTILIZATION
@@ -112,7 +112,9 @@ class SearchResult:
             return self.winner.plan.gpus / finalist.plan.gpus
         if self.problem.load.rate is not None:
             return self.capacity_rps(finalist) / self.capacity_rps(self.winner)
-        return finalist.summary.output_tokens_per_s_per_gpu / self.winner.summary.output_tokens_per_s_per_gpu
+        ours, theirs = finalist.summary, self.winner.summary
+        ratio = ours.output_tokens_per_s_per_gpu / theirs.output_tokens_per_s_per_gpu
+        return ratio * ours.goodput / max(theirs.goodput, 1e-9) if self.problem.objective == "goodput" else ratio
 
 
 def run_search(
@@ -133,7 +135,7 @@ def run_search(
 
 
 def _search(problem: Problem, run: Run, progress: Progress | None, screened: Screened | None) -> SearchResult:
-    screening = make_screen(problem).run()
+    screening = _with_requests_for(problem, make_screen(problem).run())
     if not len(screening.points):
         raise InfeasibleError(_nothing_fits(problem, screening))
     finalists: list[Finalist] = []
@@ -145,7 +147,7 @@ def _search(problem: Problem, run: Run, progress: Progress | None, screened: Scr
         finalists += _simulate(chosen, plans, run, _from(progress, len(finalists), sum(ROUNDS)))
     ranked = sorted(finalists, key=lambda f: _merit(problem, screening, f))
     result = SearchResult(problem, screening, tuple(replace(f, plan=with_encode(problem, f.plan)) for f in ranked))
-    if not result.feasible(result.winner):
+    if not result.feasible(result.winner) and (problem.objective != "goodput" or result.winner.failure):
         raise InfeasibleError(_limits_too_tight(result))
     return result
 
@@ -167,6 +169,16 @@ def make_screen(problem: Problem, only: Sequence[EngineKind] | None = None) -> S
         only=only,
         sizing=problem.objective == "gpus",
     )
+
+
+def _with_requests_for(problem: Problem, screening: Screening) -> Screening:
+    """Without the points whose users a trace has too few requests for: ramp, warm-up and measurement take one each."""
+    if problem.source is None or problem.load.rate is not None:
+        return screening
+    enough = screening.points.users * (2.0 + MEASURED_LIFETIMES) <= problem.trace_requests
+    reason = f"the trace's {problem.trace_requests:,} requests do not keep so many users busy: give --rate"
+    screening.refusals.add(reason, "closed loop", int((~enough).sum()))
+    return replace(screening, points=screening.points.take(enough))
 
 
 def _from(progress: Progress | None, before: int, total: int) -> Progress:

@@ -31,6 +31,8 @@ from planner.space import Replay
 from planner.steady import Load
 
 DEFAULT_ISL, DEFAULT_OSL = 4000, 1000
+MAX_AMOUNT = 1e20
+"""A larger load is a slip of the pen: counts of engines have to fit an integer."""
 LARGEST_ENGINE = 256
 """Accelerators of one engine at most when the size of the cluster is asked for."""
 
@@ -235,8 +237,13 @@ def problem_of(plan: Plan) -> Problem:
     problem = replace(make_problem(question), acceptance=plan.acceptance, host=load_host(plan.host))
     if plan.network is None:
         return problem
-    cluster = replace(problem.cluster, accelerator=plan.network.under(problem.cluster.accelerator))
-    return replace(problem, cluster=cluster, network=plan.network)
+    cluster, apart = problem.cluster, problem.prefill_cluster
+    return replace(
+        problem,
+        cluster=replace(cluster, accelerator=plan.network.under(cluster.accelerator)),
+        prefill_cluster=replace(apart, accelerator=plan.network.under(apart.accelerator)) if apart else None,
+        network=plan.network,
+    )
 
 
 def _replay(model: ModelSpec, asked: Replay | None) -> Replay:
@@ -251,6 +258,8 @@ def _prefill_cluster(question: Question, network: Network | None) -> ClusterSpec
     name, gpus = question.prefill_hardware, question.prefill_gpus
     if (name is None) != (gpus is None):
         raise UsageError("--prefill-hardware and --prefill-gpus go together: what prefills, and how many of it")
+    if name is not None and question.objective == "gpus":
+        raise UsageError("--prefill-gpus says how many prefill: it contradicts --objective gpus, which asks for that")
     if name is None or gpus is None:
         return None
     if question.pools == "mixed":
@@ -330,12 +339,12 @@ def parse_load(text: str, tokens_per_request: float) -> float:
 
     Raises UsageError for anything else.
     """
-    found = re.fullmatch(r"\s*([0-9.eE+]+)\s*(req|requests|tok|tokens)/(s|min|h|day)\s*", text)
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(req|requests|tok|tokens)/(s|min|h|day)\s*", text)
     try:
         amount = float(found.group(1)) if found else math.nan
     except ValueError:
         amount = math.nan
-    if found is None or not (math.isfinite(amount) and amount > 0):
+    if found is None or not 0 < amount <= MAX_AMOUNT:
         raise UsageError(f"--load {text!r} is not a load: give a number and a unit, like 100req/s or 155e12tok/day")
     per_second = amount / {"s": 1.0, "min": 60.0, "h": 3600.0, "day": 86400.0}[found.group(3)]
     return per_second / (1.0 if found.group(2).startswith("req") else tokens_per_request)

@@ -31,7 +31,7 @@ MAX_PER_LAYOUT = 3
 """Finalists of one layout in the first round, so that the answer is compared with other layouts."""
 MIN_MEASURED = 384
 """Requests measured at least, so that a 90th percentile means something: its standard error is 1.5 percentiles."""
-WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 0.25, 0.75, 8.0
+WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 1.0, 1.0, 8.0
 """A closed loop is measured for so many lifetimes of a request, or until `MIN_MEASURED` end, after a ramp of one."""
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""

@@ -23,7 +23,7 @@ from planner.describe import (
     serving_deployment,
     step_breakdown,
 )
-from planner.economics import economics_line
+from planner.economics import accelerators, economics_line
 from planner.encode import encode_line
 from planner.explain import Explanation
 from planner.pipeline import SearchResult
@@ -89,13 +89,19 @@ def _prompt_rows_per_gpu(plan: Plan) -> float:
     return chunk_rows(plan.serving) / plan.serving.layout.resolve().replica_ranks
 
 
+def _title(result: SearchResult) -> str:
+    """The model, and the accelerators that its plan is charged for."""
+    parts = " and ".join(f"{gpus:,} x {name}" for name, gpus in accelerators(result.plan))
+    return f"{result.problem.model.name} on {parts}"
+
+
 def markdown_report(result: SearchResult) -> str:
     """The report of a search, from question to assumptions; the same search gives the same text."""
     problem, plan = result.problem, result.plan
     deployment, explanation = serving_deployment(plan), result.explain()
     slo = problem.slo
     sections = [
-        f"# {problem.model.name} on {problem.num_gpus} x {problem.hardware_name}",
+        f"# {_title(result)}",
         f"Goal: {problem.objective} within TTFT {format_seconds(slo.ttft_s)} and TPOT {format_seconds(slo.tpot_s)} at "
         f"p{slo.percentile}. Workload: {describe_workload(plan.workload)}.",
         f"## The plan\n\n{describe_pools(plan)}.",
@@ -188,8 +194,7 @@ def write_report(result: SearchResult, folder: Path) -> list[Path]:
     Raises UsageError when the folder cannot be written.
     """
     figure, ax = new_figure()
-    problem = result.problem
-    plot_pareto(result, ax).set_title(f"{problem.model.name} on {problem.num_gpus} x {problem.hardware_name}")
+    plot_pareto(result, ax).set_title(_title(result))
     breakdown, bars = new_figure(8.0, 4.6)
     items, title = step_breakdown(result.plan)
     plot_breakdown(items, title, bars)

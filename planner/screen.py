@@ -87,7 +87,7 @@ class Points:
 class Screening:
     """All points that are feasible in memory and load, and the refused ones counted by reason.
 
-    `best_capacity_rps` is the most requests/s that any point which fits in memory could serve. `num_screened` counts
+    `best_capacity_rps` is the most requests/s that any point could serve within the limits. `num_screened` counts
     the points that were evaluated: of the splits of two pools between the same engines only the best is kept.
     """
 
@@ -345,7 +345,8 @@ class Screen:
 
     def _kept(self, points: Points, example: str) -> Points | None:
         """Points to rank; under a rate those that can serve it, as they run then."""
-        self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps.max(initial=0.0)))
+        within = (points.tpot_s <= self.slo.tpot_s) & (points.ttft_s <= self.slo.ttft_s)
+        self._best_capacity_rps = max(self._best_capacity_rps, float(points.capacity_rps[within].max(initial=0.0)))
         if self.load.rate is None or self.sizing:
             return points
         return self._at_rate(points, example)

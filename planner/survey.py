@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from deepinfer.errors import DeepinferError
+from deepinfer.errors import InfeasibleError, NoDataError
 from deepinfer.layout.plan import Plan
 from deepinfer.units import format_seconds
 from planner.describe import engines
@@ -46,7 +46,7 @@ def survey(
 def _one(question: Question, jobs: int) -> Surveyed:
     try:
         result = run_search(make_problem(question), jobs)
-    except DeepinferError as error:
+    except (InfeasibleError, NoDataError) as error:
         return Surveyed(question.model, question.hardware, None, reason=str(error))
     binding = explain(result).binding
     words = f"{binding.name} ({binding.ratio - 1.0:+.0%})" if binding else "nothing by itself"

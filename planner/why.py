@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from deepinfer.errors import DeepinferError, UsageError
 from deepinfer.layout.memory import memory_budget
@@ -60,7 +60,10 @@ def parse_point(text: str, plan: Plan) -> AskedPoint:
         if found is None or found.group(1) not in values:
             names = ", ".join(f.name for f in fields(AskedPoint))
             raise UsageError(f"--why cannot read {word!r}: give words like ep=16 requests=128, of {names}")
-        values[found.group(1)] = int(found.group(2))
+        name, value = found.group(1), int(found.group(2))
+        if value < 1 and name not in ("nextn", "redundant_experts"):
+            raise UsageError(f"--why: {name} must be at least 1, got {value}")
+        values[name] = value
     return AskedPoint(**values)
 
 
@@ -68,14 +71,15 @@ def why_lines(plan: Plan, text: str) -> list[str]:
     """What speaks against a point: what refuses it, or its screened figures beside the plan's, and the limits."""
     problem, asked = problem_of(plan), parse_point(text, plan)
     try:
-        kind, engines = _evaluate(problem, asked)
+        kind, engines = _evaluate(problem, asked, plan)
     except DeepinferError as error:
         return [f"refused: {error}"]
-    return [*_figures(problem, kind, engines), *_beside(problem, plan, kind, engines)]
+    note = [] if plan.prefill is None else ["as one mixed pool on all accelerators, beside the plan's two pools:"]
+    return [*note, *_figures(problem, kind, engines), *_beside(problem, plan, kind, engines)]
 
 
-def _evaluate(problem: Problem, asked: AskedPoint) -> tuple[EngineKind, EnginePoints]:
-    """The point in steady state. Raises a DeepinferError that says why it cannot run."""
+def _evaluate(problem: Problem, asked: AskedPoint, plan: Plan) -> tuple[EngineKind, EnginePoints]:
+    """The point in steady state, in the plan's variants of a mixed pool. Raises a DeepinferError if it cannot run."""
     layout, model, gpus = asked.layout, problem.model, problem.cluster.num_gpus
     if layout.num_ranks > gpus:
         raise UsageError(f"{layout} has {layout.num_ranks} ranks, the cluster {gpus} accelerators")
@@ -87,6 +91,9 @@ def _evaluate(problem: Problem, asked: AskedPoint) -> tuple[EngineKind, EnginePo
     _check_memory(problem, layout, seqs, chunk, asked.nextn)
     space = SearchSpace(model, problem.cluster, problem.replay, (asked.requests,), (asked.chunk,))
     kind = EngineKind("mixed", layout, problem.replay, moe="fused" if space.can_fuse(layout) else "separate")
+    chosen = plan.serving.settings
+    if plan.prefill is None and layout == plan.serving.layout.resolve():
+        kind = replace(kind, overlap=chosen.overlap, moe=chosen.moe, kv_format=chosen.kv_format)
     steady = SteadyState(space, problem.load, problem.acceptance, problem.host, problem.expert_load)
     engines = steady.mixed(kind, 0, [asked.nextn], Refusals())
     assert engines is not None, "the memory has been checked"

@@ -536,7 +536,7 @@ def test_arrays_of_shapes_cost_what_each_shape_costs(
                 for name in ("scale_up_bytes", "scale_out_bytes"):
                     found = np.broadcast_to(getattr(together.message, name), size)[i]
                     assert found == pytest.approx(getattr(alone.message, name), rel=1e-9), operator.name
-            assert seconds[i] == pytest.approx(costs.cost(operator, alone).seconds, rel=1e-9), operator.name
+            assert seconds[i] == pytest.approx(costs.cost(operator, alone).seconds, rel=1e-6), operator.name
             assert seconds[i] >= 0
 
 

@@ -168,7 +168,7 @@ def test_a_result_reads_and_draws(local: SearchResult) -> None:
     outputs = [point.output_tokens_per_s_per_gpu for point in local.pareto()]
     assert speeds == sorted(speeds)
     assert outputs == sorted(outputs, reverse=True)
-    assert len(local.table(3).splitlines()) == 2 + 3
+    assert len(local.table(3).splitlines()) == 3 + 3
     assert local.breakdown()[0].seconds == max(item.seconds for item in local.breakdown())
     for draw in (local.plot_pareto, local.plot_breakdown):
         _, ax = plt.subplots()

@@ -75,9 +75,7 @@ def _num_shares(engines: Deployment) -> int:
     if engines.step_groups > engines.replicas:
         return 1
     requests = replicas * engines.settings.max_num_seqs
-    return max(
-        k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS)
-    )
+    return max(k for k in range(1, replicas + 1) if replicas % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
 
 
 def _part(deployment: Deployment, parts: int) -> Deployment:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class EngineSettings(BaseModel):
@@ -31,3 +31,11 @@ class EngineSettings(BaseModel):
     kv_format: str | None = None
     overlap: Literal["none", "two-batch"] = "none"
     moe: Literal["separate", "fused"] = "separate"
+
+    @model_validator(mode="after")
+    def _one_way_to_hide_an_exchange(self) -> EngineSettings:
+        if self.overlap == "two-batch" and self.moe == "fused":
+            raise ValueError(
+                "overlap two-batch and moe fused exclude each other: a fused kernel hides its exchange itself"
+            )
+        return self

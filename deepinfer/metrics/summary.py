@@ -60,8 +60,7 @@ class Summary(BaseModel):
     token is not in it); `output_tokens_per_s_per_gpu` is what users receive. `tau` tokens are kept per decode step
     and request, before a request's limit cuts its last ones. TPOT is (last - first token) / (tokens - 1) of a request;
     ITL the gap between successive tokens, 0 for tokens of one step; `tokens_per_s_per_user` is 1 / median TPOT.
-    `goodput` is the share of the requests with a first token in the window that keep both limits, TPOT so far for those
-    that go on after the run. A share `prompt_steps` of the steps has prompt rows,
+    `goodput` is the share of measured requests within both limits. A share `prompt_steps` of the steps has prompt rows,
     `prompt_rows` of an engine each.
 
     Of a plan with two pools, what concerns steps is the decode pool's, except for `input_tokens_per_s_per_gpu`; all
@@ -112,8 +111,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     ttft = record.first_token_s - record.arrival_s
     later_tokens = record.output_tokens - 1
     tpot = (record.last_token_s - record.first_token_s) / np.maximum(later_tokens, 1)
-    started = _within(record.first_token_s, start, end)
-    good = started & (ttft <= ttft_s) & (tpot <= tpot_s)
+    good = done & (ttft <= ttft_s) & (tpot <= tpot_s)
     steps = record.steps
     in_window = _within(np.asarray(steps.end_s), start, end)
     num_steps = int(in_window.sum())
@@ -149,7 +147,7 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         tpot_s=tpot_figures,
         itl_s=_token_percentiles(*record.gaps(start, end)),
         e2e_s=_percentiles((record.finish_s - record.arrival_s)[done]),
-        goodput=float(good.sum() / max(int(started.sum()), 1)),
+        goodput=float(good.sum() / done.sum()),
         running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
         mean_context=contexts / max(decodes, 1.0),
         prompt_steps=prompt_steps / max(num_steps, 1),

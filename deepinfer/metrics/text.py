@@ -26,7 +26,7 @@ def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
         ("TPOT p50 / p90 / p99", spread(summary.tpot_s)),
         ("ITL p50 / p90 / p99", f"{spread(summary.itl_s)} (0 between tokens of one step)"),
         ("end to end p50 / p90 / p99", spread(summary.e2e_s)),
-        ("goodput", f"{summary.goodput:.1%} of the requests within both limits"),
+        ("goodput", f"{summary.goodput:.1%} of {summary.requests_measured:,} requests within both limits"),
         ("requests decoding per GPU", f"{summary.running_per_gpu:.1f}"),
         ("device busy", f"{summary.device_busy:.1%}"),
         ("prefix cache hits", f"{summary.prefix_hit_ratio:.1%} of prompt tokens"),
