@@ -92,6 +92,7 @@ def _pool_lines(result: SearchResult) -> list[str]:
         "A decode pool admits a request before it reads its KV; the KV of a prompt moves when the whole prompt is "
         "computed, on links that collectives do not share.",
         "A prefill pool does not pay for a draft module's own pass over the prompt.",
+        "Over scale-up links a transfer has bandwidth only: no start-up of it is published.",
     ]
 
 
