@@ -10,6 +10,7 @@ from deepinfer.engine.deployment import Deployment, resolve
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan, Pool
+from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.units import format_bytes
 
@@ -24,6 +25,7 @@ def _describe_pool(pool: Pool) -> str:
     engines = f"{pool.replicas} x ({layout}) on {layout.num_ranks} GPUs each"
     if pool.hardware is not None:
         engines += f" of {pool.hardware}"
+    engines += "".join(f", {variant}" for variant in _variants(settings))
     if pool.role == "prefill":
         return f"prefill: {engines}, steps of {settings.max_tokens_per_step} rows, replay {settings.replay}"
     role = "decode: " if pool.role == "decode" else ""
@@ -31,6 +33,13 @@ def _describe_pool(pool: Pool) -> str:
         f"{role}{engines}, {settings.max_num_seqs} requests per attention replica, prefill chunks of "
         f"{chunk_rows(pool)} rows, nextn {settings.nextn}, replay {settings.replay}"
     )
+
+
+def _variants(settings: EngineSettings) -> list[str]:
+    """What an engine does unlike the plainest of its layout."""
+    found = ["two-batch overlap"] if settings.overlap == "two-batch" else []
+    found += ["fused experts"] if settings.moe == "fused" else []
+    return found + ([f"KV in {settings.kv_format}"] if settings.kv_format else [])
 
 
 def chunk_rows(pool: Pool) -> int:
