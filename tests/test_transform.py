@@ -301,7 +301,7 @@ def plan_of(model: str, layout: LayoutSpec, **settings: Any) -> Plan:
     [
         (V3, LayoutSpec(tp=8, ep=8, dcp=4), {"nextn": 1}),
         (V3, LayoutSpec(tp=8, etp=8), {"overlap": "two-batch"}),
-        (FLASH, LayoutSpec(dp=4, tp=2, ep=8, redundant_experts=8), {"moe": "fused", "overlap": "two-batch"}),
+        (FLASH, LayoutSpec(dp=4, tp=2, ep=8, redundant_experts=8), {"moe": "fused"}),
         (FLASH, LayoutSpec(dp=2, cp=2, tp=2, ep=4, etp=2), {"nextn": 1}),
     ],
 )
