@@ -35,7 +35,7 @@ WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 1.0, 1.0, 8.0
 """A closed loop is measured for so many lifetimes of a request, or until `MIN_MEASURED` end, after a ramp of one."""
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
-MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 60_000
+MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 20_000
 MOST_LATER = 3.0
 """What a finalist tells of TTFT at most: one whose prefill was saturated says little about others of its layout."""
 FIRST_USERS = 0.8

@@ -7,8 +7,10 @@ import numpy.typing as npt
 
 from planner.steady import UTILIZATION, Floats, Ints
 
-ALIKE_PARTS = 32
-"""Large clusters are divided into about so many alike parts, one of which is simulated: steps of a thirty-second."""
+PART = 128
+"""Accelerators of one of the alike parts that a large cluster is divided into, about: one of them is simulated."""
+ENGINES_OF_A_PART = 16
+"""Engines of the smaller pool in such a part, at least, when the size of the cluster is asked for."""
 
 
 def best_split(
@@ -23,7 +25,8 @@ def best_split(
     together = isinstance(gpus, int)
     there, here = (gpus, gpus) if isinstance(gpus, int) else gpus
     most = there // giving_ranks
-    step = np.maximum(np.minimum(there // (ALIKE_PARTS * giving_ranks), here // (ALIKE_PARTS * taking_ranks)), 1)
+    parts = min(there, here) // PART
+    step = np.maximum(np.minimum(parts, np.minimum(most, here // taking_ranks)), 1)
     giving = np.arange(1, most // int(step.min(initial=1)) + 1)[None, :] * step[:, None]
     left = here - giving * giving_ranks if together else np.broadcast_to(here, giving.shape)
     taking = np.maximum(left // taking_ranks[:, None], 0) // step[:, None] * step[:, None]
@@ -42,6 +45,6 @@ def fewest_engines(rate: float, *capacities_rps: Floats) -> list[Ints]:
     Large counts are rounded up to multiples of a step that the pools share, so that the cluster is made of alike parts.
     """
     exact = [np.ceil(rate / (UTILIZATION * np.maximum(c, 1e-300))) for c in capacities_rps]
-    parts = np.maximum(np.floor(np.min(exact, axis=0) / ALIKE_PARTS), 1.0)
+    parts = np.maximum(np.floor(np.min(exact, axis=0) / ENGINES_OF_A_PART), 1.0)
     counts: list[npt.NDArray[np.int64]] = [(np.ceil(n / parts) * parts).astype(np.int64) for n in exact]
     return counts
