@@ -13,6 +13,8 @@ from deepinfer.workload.generate import generate_requests
 from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, Workload
 
 MAX_ROUTED_REQUESTS = 4000
+SAMPLED_GROUPS = 16
+"""Step groups of a decode pool that are enough, however few requests they have."""
 SAMPLED_REQUESTS = 1024
 """Requests that the simulated attention replicas of a decode pool, or of an engine of a mixed one, can run at once, at
 least, if it has so many."""
@@ -66,7 +68,8 @@ def _num_parts(deployments: tuple[Deployment, ...], closed: bool) -> int:
     decode = next(d for d in deployments if d.role == "decode")
     common = math.gcd(prefill.step_groups, decode.attention_replicas)
     requests = decode.attention_replicas * decode.settings.max_num_seqs
-    return max(k for k in range(1, common + 1) if common % k == 0 and (k == 1 or requests // k >= SAMPLED_REQUESTS))
+    enough = max(requests // SAMPLED_REQUESTS, decode.step_groups // SAMPLED_GROUPS, 1)
+    return max(k for k in range(1, common + 1) if common % k == 0 and k <= enough)
 
 
 def _num_shares(engines: Deployment) -> int:
