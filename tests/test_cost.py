@@ -65,7 +65,6 @@ def random_graphs(draw: st.DrawFn) -> tuple[ExecutionGraph, dict[Operator, float
                 draw(slots),
                 draw(slots),
                 lambda _: Work(),
-                lambda _: 0,
                 draw(st.sampled_from(["compute", "comm", "copy", "host"])),
             )
             for i in range(draw(st.integers(1, 6)))
@@ -121,10 +120,10 @@ def test_the_critical_path_adds_up_to_the_makespan(drawn: tuple[ExecutionGraph, 
 
 def test_streams_overlap_only_where_data_allows() -> None:
     """By hand: the exchange of block 2 hides behind `wide`, that of block 1 has nothing to hide behind."""
-    a = Operator("a", OpKind.GEMM, ("x",), ("y",), lambda _: Work(), lambda _: 0)
-    send = Operator("send", OpKind.DISPATCH, ("y",), ("z",), lambda _: Work(), lambda _: 0, "comm")
-    use = Operator("use", OpKind.GEMM, ("z",), ("x",), lambda _: Work(), lambda _: 0)
-    wide = Operator("wide", OpKind.GEMM, ("y",), ("w",), lambda _: Work(), lambda _: 0)
+    a = Operator("a", OpKind.GEMM, ("x",), ("y",), lambda _: Work())
+    send = Operator("send", OpKind.DISPATCH, ("y",), ("z",), lambda _: Work(), "comm")
+    use = Operator("use", OpKind.GEMM, ("z",), ("x",), lambda _: Work())
+    wide = Operator("wide", OpKind.GEMM, ("y",), ("w",), lambda _: Work())
     seconds = {a: 1.0, send: 2.0, use: 1.0, wide: 5.0}
     plain = ExecutionGraph("plain", (Block("1", (a, send, use)),))
     hidden = ExecutionGraph("hidden", (Block("1", (a, send, wide, use)),))
@@ -159,7 +158,7 @@ def model_of(kind: OpKind = OpKind.GEMM, hardware: str = "h800", **values: float
         {"startup_s": 1e-5, "kind": "fitted", "source": "made up for tests"} | values
     )
     profile = CostProfile(family="test", description="", operators={str(kind): parameters})
-    operator = Operator("operator", kind, (), (), lambda _: Work(), lambda _: 0)
+    operator = Operator("operator", kind, (), (), lambda _: Work())
     return CostModel(load_hardware(hardware), profile), operator
 
 
@@ -275,12 +274,12 @@ def test_fp4_index_scores_run_at_the_rate_of_fp8_keys(hardware: str) -> None:
 
 def test_a_missing_number_is_named_and_not_guessed() -> None:
     costs, _ = model_of()
-    other = Operator("other", OpKind.TOPK, (), (), lambda _: Work(), lambda _: 0)
+    other = Operator("other", OpKind.TOPK, (), (), lambda _: Work())
     with pytest.raises(NoDataError, match="test has no parameters for topk at bf16"):
         costs.cost(other, Work(bytes_read=1.0))
     rates = {name: q for name, q in accelerator().flops_per_s.items() if name != "tf32"}
     bare = CostModel(accelerator().model_copy(update={"flops_per_s": rates}), costs.profile)
-    gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
+    gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work())
     with pytest.raises(NoDataError, match=r"h800: flops_per_s\.tf32"):
         bare.cost(gemm, Work(1.0, "tf32"))
     with pytest.raises(UsageError, match=r"'ampere'.*ascend, blackwell, hopper"):
@@ -288,8 +287,8 @@ def test_a_missing_number_is_named_and_not_guessed() -> None:
 
 
 def test_a_sum_keeps_the_weakest_source_of_those_that_work() -> None:
-    weak = Operator("weak", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
-    strong = Operator("strong", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
+    weak = Operator("weak", OpKind.GEMM, (), (), lambda _: Work())
+    strong = Operator("strong", OpKind.GEMM, (), (), lambda _: Work())
     built = ExecutionGraph("two", (Block("two", (weak, strong)),))
 
     class Mixed(Given):
@@ -437,7 +436,7 @@ def test_products_of_prompts_against_published_h800_kernels(
 ) -> None:
     """Each product alone: no activation is passed between them. Start-ups are nothing here."""
     costs = CostModel(load_hardware("h800"))
-    product = Operator("product", OpKind.GROUPED_GEMM, (), (), lambda _: Work(), lambda _: 0)
+    product = Operator("product", OpKind.GROUPED_GEMM, (), (), lambda _: Work())
     for k, n, measured_s in ((7168, 4096, up_s), (2048, 7168, down_s)):
         work = Work(2.0 * experts * rows * k * n, "fp8", experts * (rows + n) * k, 2.0 * experts * rows * n, rows)
         assert within(float(costs.cost(product, work).seconds), measured_s, 1.15)
@@ -462,7 +461,7 @@ def test_dense_products_against_published_h800_kernels(m: int, k: int, n: int, m
     hopper = load_profile("hopper")
     product = hopper.operators["gemm.fp8"].model_copy(update={"read_passes": 0.0})
     costs = CostModel(load_hardware("h800"), hopper.model_copy(update={"operators": {"gemm.fp8": product}}))
-    gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work(), lambda _: 0)
+    gemm = Operator("gemm", OpKind.GEMM, (), (), lambda _: Work())
     work = Work(2.0 * m * n * k, "fp8", m * k + n * k, 2.0 * m * n, rows=m, depth=k)
     assert within(float(costs.cost(gemm, work).seconds), measured_s, 1.3)
 

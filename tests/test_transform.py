@@ -100,7 +100,7 @@ def layer(seconds: float, travel: float) -> Block:
     def op(name: str, kind: OpKind, source: str, target: str) -> Operator:
         sends = kind in (OpKind.DISPATCH, OpKind.COMBINE)
         work = send if sends else compute
-        return Operator(name, kind, (source,), (target,), work, lambda s: s.rows, "comm" if sends else "compute")
+        return Operator(name, kind, (source,), (target,), work, "comm" if sends else "compute")
 
     operators = (
         op("attention", OpKind.GEMM, "x", "y"),

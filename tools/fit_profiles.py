@@ -100,7 +100,7 @@ def predict(parts: list[Rows], key: str, values: dict[str, float]) -> Array:
     any_of: Any = precision or "bf16"  # without one there are no FLOPs
     parameters = OperatorParameters.model_validate({**values, "kind": "fitted", "source": "being fitted"})
     profile = CostProfile(family="fit", description="", operators={name: parameters})
-    operator = Operator(name, OpKind(name), (), (), lambda _: Work(), lambda _: 0)
+    operator = Operator(name, OpKind(name), (), (), lambda _: Work())
     seconds = []
     for p in parts:
         peers: Any = p.peers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -76,8 +76,7 @@ class Work:
 class Operator:
     """One operator of an execution graph: reads `inputs`, writes `outputs` (named slots), runs on `stream`.
 
-    `work` depends on nothing of the shape but its `key`: shapes with equal keys have equal work. Operators are compared
-    by identity.
+    Operators are compared by identity.
     """
 
     name: str
@@ -85,5 +84,4 @@ class Operator:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     work: Callable[[StepShape], Work]
-    key: Callable[[StepShape], Hashable]
     stream: Stream = "compute"

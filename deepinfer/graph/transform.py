@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
@@ -42,7 +42,7 @@ def two_batch_overlap(graph: ExecutionGraph, replica_ranks: int = 1) -> Executio
 def _half_operators(block: Block, half: str, works: Sequence[Callable[[StepShape], Work]]) -> Iterator[Operator]:
     for op, work in zip(block.operators, works, strict=True):
         inputs, outputs = (tuple(f"{slot}/{half}" for slot in slots) for slots in (op.inputs, op.outputs))
-        yield Operator(op.name, op.kind, inputs, outputs, work, _half_key(op.key), op.stream)
+        yield Operator(op.name, op.kind, inputs, outputs, work, op.stream)
 
 
 def _half_work(of: Callable[[StepShape], Work], replica_ranks: int) -> Callable[[StepShape], Work]:
@@ -58,10 +58,6 @@ def _half_work(of: Callable[[StepShape], Work], replica_ranks: int) -> Callable[
         return replace(done, flops=done.flops / (1.0 - TAKEN_BY_EXCHANGE * large), message=message)
 
     return work
-
-
-def _half_key(of: Callable[[StepShape], Hashable]) -> Callable[[StepShape], Hashable]:
-    return lambda shape: (of(shape.half), shape.rows)
 
 
 def _turns(operators: Iterator[Operator]) -> Iterator[list[Operator]]:
@@ -118,4 +114,4 @@ def _fused(dispatch: Operator, experts: Operator, combine: Operator) -> Operator
         )
         return Work(done.flops, done.precision, done.bytes_read, done.bytes_written, done.rows, message)
 
-    return Operator("fused_experts", OpKind.FUSED_MOE, tuple(inputs), combine.outputs, work, experts.key)
+    return Operator("fused_experts", OpKind.FUSED_MOE, tuple(inputs), combine.outputs, work)

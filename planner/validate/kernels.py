@@ -187,7 +187,7 @@ def _alone(operator: Operator) -> ExecutionGraph:
 
 
 def _operator(name: str, kind: OpKind, work: Work) -> Operator:
-    return Operator(name, kind, (), (), lambda _: work, lambda _: None)
+    return Operator(name, kind, (), (), lambda _: work)
 
 
 def _scaled(operator: Operator, factor: float) -> Operator:

@@ -141,12 +141,11 @@ class OperatorList:
         kind: OpKind,
         flow: tuple[str, str],
         work: Callable[[StepShape], Work],
-        key: Callable[[StepShape], object],
         stream: Stream = "compute",
     ) -> None:
         """Append an operator; `flow` is ("inputs separated by blanks", "outputs separated by blanks")."""
         inputs, outputs = (tuple(slots.split()) for slots in flow)
-        self.operators.append(Operator(self.prefix + name, kind, inputs, outputs, work, key, stream))
+        self.operators.append(Operator(self.prefix + name, kind, inputs, outputs, work, stream))
 
     def gemm(
         self, name: str, flow: tuple[str, str], rows: RowsOf, k: int, n: int, fmt: WeightFormat, groups: int = 1
@@ -167,7 +166,7 @@ class OperatorList:
                 activation_bytes=groups * k * m * activation,
             )
 
-        self.add(name, OpKind.GEMM, flow, work, rows)
+        self.add(name, OpKind.GEMM, flow, work)
 
     def elementwise(
         self,
@@ -185,7 +184,7 @@ class OperatorList:
             weights = tf32_parameters * FP32.bytes_per_parameter * smaller(m, 1.0)
             return Work(2.0 * tf32_parameters * m, "tf32", read * m + weights, written * m, m)
 
-        self.add(name, OpKind.ELEMENTWISE, flow, work, rows)
+        self.add(name, OpKind.ELEMENTWISE, flow, work)
 
     def collective(
         self,
@@ -193,7 +192,6 @@ class OperatorList:
         kind: OpKind,
         flow: tuple[str, str],
         message: Callable[[StepShape], tuple[Num, Num]],
-        key: Callable[[StepShape], object],
         peers: int,
         pattern: Pattern,
     ) -> None:
@@ -203,7 +201,7 @@ class OperatorList:
             up, out = message(shape)
             return Work(message=Message(pattern, up, out, peers))
 
-        self.add(name, kind, flow, work, key, "comm")
+        self.add(name, kind, flow, work, "comm")
 
 
 def all_reduce_operator(
@@ -220,7 +218,6 @@ def all_reduce_operator(
             OpKind.ALL_REDUCE,
             flow,
             lambda s: ctx.ring_bytes(passes * rows(s) * row_bytes, tp),
-            rows,
             tp,
             "all_reduce",
         )
@@ -237,7 +234,6 @@ def gather_kv_operator(
             OpKind.ALL_GATHER,
             (slot, slot),
             lambda s: ctx.link_bytes(view(s).rows * entry_bytes, cp),
-            lambda s: view(s).rows,
             cp,
             "all_gather",
         )
@@ -253,7 +249,7 @@ def head_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, flow: tup
         read = m * ctx.model.vocab_size * LOGIT_BYTES
         return Work(precision="bf16", bytes_read=read, bytes_written=m * 8.0, rows=m)
 
-    ops.add("sample", OpKind.SAMPLE, ("logits", target), work, rows)
+    ops.add("sample", OpKind.SAMPLE, ("logits", target), work)
 
 
 def logits_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, source: str, target: str) -> None:
@@ -266,7 +262,6 @@ def logits_operators(ctx: BuildContext, ops: OperatorList, rows: RowsOf, source:
             OpKind.ALL_GATHER,
             (target, target),
             lambda s: ctx.ring_bytes(rows(s) * vocab * ACTIVATION_BYTES, tp),
-            rows,
             tp,
             "all_gather",
         )

@@ -68,7 +68,7 @@ def stream_embedding(ctx: BuildContext) -> Block:
         m = rows(shape)
         return Work(bytes_read=m * row_bytes, bytes_written=m * row_bytes * ctx.model.hc_mult, rows=m)
 
-    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work, rows)
+    ops.add("embedding", OpKind.GATHER, ("tokens", "streams"), work)
     # Each tp rank has a part of the vocabulary: a row is found on one of them.
     all_reduce_operator(ctx, ops, "reduce_embedding", ("streams", "streams"), rows)
     return Block("embedding", tuple(ops.operators))
@@ -203,4 +203,4 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work, of_phase)
+    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work)

@@ -24,7 +24,6 @@ def gather_queries(ctx: BuildContext, ops: OperatorList, slot: str, rows: RowsOf
             OpKind.ALL_GATHER,
             (slot, slot),
             lambda s: ctx.ring_bytes(rows(s) * row_bytes, dcp),
-            rows,
             dcp,
             "all_gather",
         )
@@ -40,7 +39,6 @@ def merge_outputs(ctx: BuildContext, ops: OperatorList, slot: str, rows: RowsOf,
             OpKind.ALL_REDUCE,
             (slot, slot),
             lambda s: ctx.ring_bytes(rows(s) * row_bytes, dcp),
-            rows,
             dcp,
             "all_reduce",
         )
@@ -59,7 +57,6 @@ def gather_context(ctx: BuildContext, ops: OperatorList, view: View, entry_bytes
             OpKind.ALL_GATHER,
             ("kv", "kv"),
             lambda s: ctx.ring_bytes(cached(s), dcp),
-            lambda s: view(s).prefill,
             dcp,
             "all_gather",
         )

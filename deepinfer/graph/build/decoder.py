@@ -61,7 +61,6 @@ def _embedding(ctx: BuildContext, view: View) -> Block:
         OpKind.GATHER,
         ("tokens", "ffn_out"),
         lambda s: Work(bytes_read=rows(s) * row_bytes, bytes_written=rows(s) * row_bytes),
-        rows,
     )
     # Each tp rank has a part of the vocabulary: a row is found on one of them.
     all_reduce_operator(ctx, ops, "reduce_embedding", ("ffn_out", "ffn_out"), rows)

@@ -69,7 +69,6 @@ def _decode_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAtt
             OpKind.ATTENTION_DECODE,
             ("q_absorbed kv", "attn_latent"),
             work,
-            lambda s: view(s).decode,
         )
         merge_outputs(ctx, ops, "attn_latent", rows, heads, rank)
 
@@ -104,6 +103,4 @@ def _prefill_attention(ctx: BuildContext, ops: OperatorList, attention: LatentAt
     # Every head's keys are put together: their own part, and the rotated one that all heads share.
     key_bytes = (heads * attention.nope_dim * ACTIVATION_BYTES, heads * q_head * ACTIVATION_BYTES)
     ops.elementwise("assemble_keys", ("keys_values", "keys_values"), cached, key_bytes)
-    ops.add(
-        "attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work, lambda s: view(s).prefill
-    )
+    ops.add("attention_prefill", OpKind.ATTENTION_PREFILL, ("q keys_values", "attn_heads"), work)

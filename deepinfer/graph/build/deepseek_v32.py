@@ -80,4 +80,4 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q_absorbed kv selected", "attn_latent"), work, of_phase)
+    ops.add(f"attention_{phase}", kind, ("q_absorbed kv selected", "attn_latent"), work)

@@ -99,7 +99,7 @@ def _engram(ctx: BuildContext, ops: OperatorList, memory: Engram, rows: RowsOf) 
         return Work(bytes_read=num_bytes, bytes_written=num_bytes, message=message)
 
     # The n-gram ids are known before the step, so the look-up runs beside the layers before.
-    ops.add("engram_lookup", OpKind.GATHER, ("token_ids", "engram_rows"), lookup, rows, "comm")
+    ops.add("engram_lookup", OpKind.GATHER, ("token_ids", "engram_rows"), lookup, "comm")
     projected = (ctx.model.hc_mult + 1) * hidden
     width = memory.rows_per_token * memory.row_dim
     ops.gemm("engram_proj", ("engram_rows", "engram_out"), rows, width, projected, ctx.model.dense_format)

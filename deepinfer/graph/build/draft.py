@@ -83,7 +83,7 @@ def _markov_position(ctx: BuildContext, rank: int, count: RowsOf) -> tuple[Opera
         read, kept = vocab * (LOGIT_BYTES + ACTIVATION_BYTES), vocab * LOGIT_BYTES
         return Work(bytes_read=m * read, bytes_written=m * kept, rows=m)
 
-    ops.add("markov_embedding", OpKind.GATHER, ("draft_tokens", "markov"), embedding, count)
+    ops.add("markov_embedding", OpKind.GATHER, ("draft_tokens", "markov"), embedding)
     ops.gemm("markov_bias", ("markov", "bias"), count, rank, vocab, BF16)
-    ops.add("markov_sample", OpKind.SAMPLE, ("draft_logits bias", "draft_tokens"), sample, count)
+    ops.add("markov_sample", OpKind.SAMPLE, ("draft_logits bias", "draft_tokens"), sample)
     return tuple(ops.operators)

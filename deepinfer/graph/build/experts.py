@@ -53,7 +53,7 @@ def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, vie
         cut = 1 if ctx.layout.scatters_rows else tp
         _gated(ctx, ops, "shared", ("ffn_in", "shared_mid", "shared_out"), rows, width // cut)
     flow = ("dispatched", "expert_out")
-    ops.add("experts", OpKind.GROUPED_GEMM, flow, _expert_work(ctx, routing), routing.tokens)
+    ops.add("experts", OpKind.GROUPED_GEMM, flow, _expert_work(ctx, routing))
     _exchange(ctx, ops, routing, rows, "combine")
     sums = ("ffn_out shared_out", "ffn_out shared_out")
     if ctx.layout.scatters_rows:
@@ -80,7 +80,6 @@ def _gather_rows(ctx: BuildContext, ops: OperatorList, flow: tuple[str, str], ro
         OpKind.ALL_GATHER,
         flow,
         lambda s: ctx.ring_bytes(rows(s) * row_bytes, tp),
-        rows,
         tp,
         "all_gather",
     )
@@ -154,7 +153,7 @@ def _exchange(
         up, out = copies(sent)
         return sent * up * per_copy * busiest, sent * out * per_copy * busiest
 
-    ops.collective(name, OpKind(name), flow, message, routing.tokens, group, "all_to_all")
+    ops.collective(name, OpKind(name), flow, message, group, "all_to_all")
 
 
 def _copies(ctx: BuildContext, moe: MoE) -> Callable[[Num], tuple[Num, Num]]:

@@ -65,5 +65,5 @@ def indexer_operators(ctx: BuildContext, ops: OperatorList, scan: IndexScan, vie
     def topk(shape: StepShape) -> Work:
         return Work(bytes_read=scored(shape) * SCORE_BYTES, bytes_written=rows(shape) * scan.topk * 4.0)
 
-    ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score, sequences)
-    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk, sequences)
+    ops.add("index_score", OpKind.INDEX_SCORE, (f"index_q index_w {scan.keys}", "scores"), score)
+    ops.add("topk", OpKind.TOPK, ("scores", "selected"), topk)

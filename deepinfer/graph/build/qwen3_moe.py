@@ -94,6 +94,6 @@ def _core(
     else:
         gather_context(ctx, ops, view, kv_bytes)
     kind = OpKind.ATTENTION_DECODE if decoding else OpKind.ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q kv", "attn_heads"), work, of_phase)
+    ops.add(f"attention_{phase}", kind, ("q kv", "attn_heads"), work)
     if decoding:
         merge_outputs(ctx, ops, "attn_heads", rows, heads, attention.head_dim)

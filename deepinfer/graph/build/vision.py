@@ -66,7 +66,7 @@ def _attention(tower: VisionTower, ops: OperatorList) -> None:
             rows=pairs / larger(patches, 1e-9),
         )
 
-    ops.add("attention", OpKind.ATTENTION_PREFILL, ("qkv", "attn_heads"), work, lambda s: s.prefill)
+    ops.add("attention", OpKind.ATTENTION_PREFILL, ("qkv", "attn_heads"), work)
 
 
 def _projector(tower: VisionTower) -> Block:
