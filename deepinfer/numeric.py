@@ -1,11 +1,13 @@
-"""Numbers that may be arrays: every cost formula accepts both, so that one pass evaluates thousands of shapes."""
+"""Arrays by their type, and numbers that may be arrays: one pass of a formula evaluates thousands of shapes."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-Num = float | npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Num = float | Floats
 """A number or an array of them; arrays broadcast."""
 
 

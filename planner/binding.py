@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from deepinfer.cost.model import CostModel, CostProfile, load_profile
 from deepinfer.graph.graph import ExecutionGraph
@@ -20,6 +19,7 @@ from deepinfer.hardware.host import HostProfile
 from deepinfer.hardware.spec import Accelerator
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import ModelSpec
+from deepinfer.numeric import Floats
 from planner.resources import (
     Change,
     compute_faster,
@@ -31,8 +31,6 @@ from planner.resources import (
     start_ups_longer,
 )
 from planner.steady import step_seconds
-
-Floats = npt.NDArray[np.float64]
 
 WORSE = 1.01
 """By how much a resource is made worse: small enough for a derivative, far above rounding."""

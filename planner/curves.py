@@ -24,11 +24,11 @@ from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
+from deepinfer.numeric import Floats
 from deepinfer.scheduler.speculation import Acceptance, default_acceptance
 from planner.binding import Engine, bound_by, shares
 from planner.space import MoEKernel, Overlap, Replay, SearchSpace
 
-Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 Numbers = Sequence[float] | Floats
 

@@ -19,6 +19,7 @@ from deepinfer.errors import DeepinferError
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
+from deepinfer.numeric import Floats, Ints
 from deepinfer.workload.spec import ClosedLoop
 from planner.problem import Problem
 from planner.screen import Candidate, Points, Screening, pareto
@@ -44,8 +45,6 @@ NEARLY_FULL = 0.97
 """Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
 """Simulated percentile over screened mean of TPOT and TTFT, before the first round has shown it."""
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -227,9 +226,7 @@ def _had_too_many_users(problem: Problem, screening: Screening, finalist: Finali
     return late and not slow
 
 
-def _adds_something(
-    points: Points, family: npt.NDArray[np.int64], chosen: Sequence[int], index: int, most_of_a_mode: int
-) -> bool:
+def _adds_something(points: Points, family: Ints, chosen: Sequence[int], index: int, most_of_a_mode: int) -> bool:
     """Whether a point of the first round differs enough from those already chosen."""
     alike = [i for i in chosen if family[i] == family[index]]
     mode = [i for i in chosen if (points.prefill_rows[i] > 0) == (points.prefill_rows[index] > 0)]
@@ -264,7 +261,7 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
     return tpot, ttft, output
 
 
-def _families(screening: Screening) -> npt.NDArray[np.int64]:
+def _families(screening: Screening) -> Ints:
     """Each point's family of candidates."""
     return np.asarray([c.family for c in screening.candidates], dtype=np.int64)[screening.points.candidate]
 

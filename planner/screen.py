@@ -14,10 +14,11 @@ from deepinfer.hardware.host import HostProfile
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import PoolRole, Slo
+from deepinfer.numeric import Floats, Ints
 from deepinfer.scheduler.speculation import Acceptance
 from planner.space import EngineKind, Refusals, SearchSpace
 from planner.splits import best_split, fewest_engines
-from planner.steady import UTILIZATION, EnginePoints, Floats, Ints, Load, SteadyState, concatenate
+from planner.steady import UTILIZATION, EnginePoints, Load, SteadyState, concatenate
 
 CLOSER_LOOKS = 6
 """Kinds of engines per role that are evaluated on the whole grid, and in their variants."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from planner.steady import UTILIZATION, Floats, Ints
+from deepinfer.numeric import Floats, Ints
+from planner.steady import UTILIZATION
 
 PART = 128
 """Accelerators of one of the alike parts that a large cluster is divided into, about: one of them is simulated."""
@@ -46,5 +46,5 @@ def fewest_engines(rate: float, *capacities_rps: Floats) -> list[Ints]:
     """
     exact = [np.ceil(rate / (UTILIZATION * np.maximum(c, 1e-300))) for c in capacities_rps]
     parts = np.maximum(np.floor(np.min(exact, axis=0) / ENGINES_OF_A_PART), 1.0)
-    counts: list[npt.NDArray[np.int64]] = [(np.ceil(n / parts) * parts).astype(np.int64) for n in exact]
+    counts: list[Ints] = [(np.ceil(n / parts) * parts).astype(np.int64) for n in exact]
     return counts

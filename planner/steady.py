@@ -33,13 +33,10 @@ from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import ExpertLoad
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
-from deepinfer.numeric import Num
+from deepinfer.numeric import Floats, Ints, Num
 from deepinfer.scheduler.speculation import Acceptance
 from planner.resources import start_ups_longer
 from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 UTILIZATION = 0.90
 """Share of the most a queue could serve that a plan is loaded to: queues grow without bound towards 1."""
@@ -125,7 +122,7 @@ class SteadyState:
         """Feasible engines of a kind that only prefill: rows of a step."""
         steps = np.asarray(PREFILL_ROWS_PER_GPU, dtype=np.int64) * kind.layout.replica_ranks
         seqs: Ints = prefill_requests(steps, self.load)
-        table: npt.NDArray[np.int64] = np.stack([seqs, steps - seqs, np.zeros_like(steps)], axis=1)
+        table: Ints = np.stack([seqs, steps - seqs, np.zeros_like(steps)], axis=1)
         table = table[self._fits(kind, table, self.load.isl, refusals)]
         if not len(table):
             return None

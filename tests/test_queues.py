@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from backends.sim import SimBackend
@@ -17,6 +16,7 @@ from deepinfer.engine.simulate import simulate_plan
 from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.record import RunRecord
+from deepinfer.numeric import Floats
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.scheduler.step import DecodeBatch, PrefillChunk, StepPlan
 from deepinfer.workload.generate import generate_requests
@@ -29,8 +29,6 @@ from deepinfer.workload.spec import (
     PoissonArrivals,
     Workload,
 )
-
-Floats = npt.NDArray[np.float64]
 
 ACCEPTANCE = Acceptance(rates=(0.7,), source="test")
 PROMPT = 2048

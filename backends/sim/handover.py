@@ -11,9 +11,9 @@ import simpy
 from backends.sim.outlet import Place, ToUsers
 from backends.sim.pool import SimPool
 from deepinfer.engine.transfer import KVTransfer
-from deepinfer.metrics.record import EvenDelivery, Floats, RunRecord, TransferRecord
+from deepinfer.metrics.record import EvenDelivery, RunRecord, TransferRecord
+from deepinfer.numeric import Floats, Ints
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.step import Ints
 
 
 class HandOver:

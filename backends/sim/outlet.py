@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from deepinfer.metrics.record import EvenDelivery, Floats, RunRecord
-from deepinfer.scheduler.step import Ints
+from deepinfer.metrics.record import EvenDelivery, RunRecord
+from deepinfer.numeric import Floats, Ints
 
 if TYPE_CHECKING:
     from backends.sim.group import StepGroup

@@ -10,7 +10,6 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from backends.sim.outlet import Outlet
 from backends.sim.steptime import most_loaded
@@ -18,9 +17,7 @@ from backends.sim.verifier import Verifier
 from deepinfer.engine.core import Rest
 from deepinfer.engine.shape import ReplicaLoad
 from deepinfer.metrics.record import EvenDelivery
-from deepinfer.scheduler.step import Ints
-
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats, Ints
 
 MOST_STEPS = 512
 """Steps worked out at once for one replica; a longer rest is several."""

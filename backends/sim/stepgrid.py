@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats
 
 
 class Axis(NamedTuple):

@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from backends.sim.stepgrid import Axis, StepGrid
 from deepinfer.cost.compose import step_cost
@@ -14,9 +13,8 @@ from deepinfer.cost.model import CostModel
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.shape import ReplicaLoad, heaviest, padded_requests, replica_load
 from deepinfer.graph.shape import Sequences, StepShape
-from deepinfer.scheduler.step import Ints, StepPlan
-
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats, Ints
+from deepinfer.scheduler.step import StepPlan
 
 REQUESTS = Axis(floor=1.0, per_octave=2, cells=2)
 CONTEXT = Axis(floor=128.0, per_octave=2, cells=4)

@@ -8,12 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from deepinfer.metrics.record import SubmittedStep
-from deepinfer.scheduler.step import Ints
-
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats, Ints
 
 
 @dataclass(frozen=True)

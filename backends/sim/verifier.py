@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from deepinfer.numeric import Ints
 from deepinfer.scheduler.speculation import Acceptance, Draws, request_keys
-from deepinfer.scheduler.step import Ints, StepPlan, StepResult
+from deepinfer.scheduler.step import StepPlan, StepResult
 
 
 class Verifier:

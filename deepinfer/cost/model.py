@@ -26,14 +26,13 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deepinfer.errors import NoDataError, UsageError, unknown_name
 from deepinfer.files import first_fault, read_toml
 from deepinfer.graph.ops import Message, Operator, OpKind, Work
 from deepinfer.hardware.spec import Accelerator, Link, Precision
-from deepinfer.numeric import Num, larger, smaller, where_positive
+from deepinfer.numeric import Floats, Num, larger, smaller, where_positive
 
 _PROFILES = Path(__file__).parent / "profiles"
 
@@ -240,7 +239,7 @@ _ROUNDING_CELLS = 4096
 
 
 @lru_cache(maxsize=64)
-def _rounding(sharpness: float) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def _rounding(sharpness: float) -> tuple[Floats, Floats]:
     """(1 + r^p)^(1/p) at equal steps of r from 0 to 1, and its slopes from each."""
     values = (1.0 + np.linspace(0.0, 1.0, _ROUNDING_CELLS + 1) ** sharpness) ** (1.0 / sharpness)
     return values, np.diff(values, append=values[-1])

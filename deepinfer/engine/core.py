@@ -14,9 +14,10 @@ from enum import IntEnum
 
 import numpy as np
 
+from deepinfer.numeric import Ints
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import FOREVER, Scheduler
-from deepinfer.scheduler.step import DecodeBatch, Ints, StepOutput, StepPlan, StepResult
+from deepinfer.scheduler.step import DecodeBatch, StepOutput, StepPlan, StepResult
 
 Plans = tuple[StepPlan | None, ...]
 """One plan per replica of the core; None for a replica that only takes part in the collectives."""

@@ -12,16 +12,12 @@ from statistics import NormalDist
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from deepinfer.errors import UsageError
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.model.spec import MoE
-from deepinfer.numeric import Num, larger, smaller
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from deepinfer.numeric import Floats, Ints, Num, larger, smaller
 
 NUM_DRAWS = 64
 """Random placements that the load without EPLB is averaged over: its standard error is below 1%."""

@@ -8,11 +8,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from deepinfer.scheduler.step import Ints
-
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats, Ints
 
 
 class RunRecord:

@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from deepinfer.errors import InfeasibleError
 from deepinfer.metrics.record import RunRecord
-
-Floats = npt.NDArray[np.float64]
+from deepinfer.numeric import Floats, Ints
 
 
 class Percentiles(BaseModel):
@@ -215,7 +214,7 @@ def _percentiles(values: Floats) -> Percentiles:
     return Percentiles(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99)
 
 
-def _token_percentiles(gaps: Floats, counts: npt.NDArray[np.int64], num_tokens: int) -> Percentiles:
+def _token_percentiles(gaps: Floats, counts: Ints, num_tokens: int) -> Percentiles:
     """Inter-token latencies: each gap counts so many times, and the tokens that came with others count as 0."""
     if not num_tokens:
         return _percentiles(gaps)

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from deepinfer.numeric import Ints
 from deepinfer.scheduler.blocks import BlockPool
 from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.step import BlockTable, DecodeBatch, Ints, PrefillChunk, StepOutput, StepPlan, StepResult
+from deepinfer.scheduler.step import BlockTable, DecodeBatch, PrefillChunk, StepOutput, StepPlan, StepResult
 from deepinfer.scheduler.table import DecodeTable, Sequence
 
 Bools = npt.NDArray[np.bool_]

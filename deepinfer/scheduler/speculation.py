@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from deepinfer.scheduler.step import Ints
+from deepinfer.numeric import Ints
 
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-Ints = npt.NDArray[np.int64]
+from deepinfer.numeric import Ints
 
 
 class PrefillChunk(NamedTuple):

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deepinfer.numeric import Ints
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.step import Ints
 
 
 @dataclass(slots=True, eq=False)

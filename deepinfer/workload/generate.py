@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepinfer.errors import UsageError
+from deepinfer.numeric import Floats, Ints
 from deepinfer.workload.spec import (
     MAX_TOKENS,
     Arrivals,
@@ -95,7 +95,7 @@ def _stream(seed: int, index: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed, spawn_key=(index,))))
 
 
-def _draw_lengths(lengths: Lengths, num_requests: int, stream: np.random.Generator) -> NDArray[np.int64]:
+def _draw_lengths(lengths: Lengths, num_requests: int, stream: np.random.Generator) -> Ints:
     if isinstance(lengths, FixedLength):
         return np.full(num_requests, lengths.tokens, dtype=np.int64)
     maximum = MAX_TOKENS if lengths.maximum is None else lengths.maximum
@@ -104,7 +104,7 @@ def _draw_lengths(lengths: Lengths, num_requests: int, stream: np.random.Generat
     return np.clip(drawn, lengths.minimum, maximum).astype(np.int64)
 
 
-def _arrivals(arrivals: Arrivals, num_requests: int, seed: int, trace: Trace | None = None) -> NDArray[np.float64]:
+def _arrivals(arrivals: Arrivals, num_requests: int, seed: int, trace: Trace | None = None) -> Floats:
     if isinstance(arrivals, ClosedLoop):
         return np.zeros(num_requests)
     if isinstance(arrivals, PoissonArrivals):
@@ -114,9 +114,9 @@ def _arrivals(arrivals: Arrivals, num_requests: int, seed: int, trace: Trace | N
     return arrivals_s[:num_requests]
 
 
-def _poisson(rate: float, num_requests: int, stream: np.random.Generator) -> NDArray[np.float64]:
+def _poisson(rate: float, num_requests: int, stream: np.random.Generator) -> Floats:
     with np.errstate(over="ignore"):
-        arrivals_s: NDArray[np.float64] = np.cumsum(stream.standard_exponential(num_requests)) / rate
+        arrivals_s: Floats = np.cumsum(stream.standard_exponential(num_requests)) / rate
     if not np.isfinite(arrivals_s[-1]):
         raise UsageError(f"rate {rate!r} requests/s is too small: the last arrival is not a finite time")
     return arrivals_s

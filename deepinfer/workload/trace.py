@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from deepinfer.errors import UsageError
+from deepinfer.numeric import Floats, Ints
 from deepinfer.workload.spec import MAX_TOKENS, TraceFormat, TraceSource
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -54,9 +54,9 @@ class Trace:
 
     format: TraceFormat
     sha256: str
-    arrivals_s: NDArray[np.float64]
-    prompt_tokens: NDArray[np.int64]
-    output_tokens: NDArray[np.int64]
+    arrivals_s: Floats
+    prompt_tokens: Ints
+    output_tokens: Ints
     block_ids: tuple[tuple[int, ...], ...]
     block_tokens: int
 
@@ -87,7 +87,7 @@ def trace_source(path: str | Path, trace: Trace | None = None) -> TraceSource:
     return TraceSource(path=str(path), format=trace.format, sha256=trace.sha256)
 
 
-def rescale(arrivals_s: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
+def rescale(arrivals_s: Floats, rate: float) -> Floats:
     """Arrivals ([requests], seconds, ascending) stretched about the first so that the mean gap is 1 / rate.
 
     `rate` in requests/s. A single arrival has no gap and stays. Raises UsageError for a rate that is not
@@ -103,7 +103,7 @@ def rescale(arrivals_s: NDArray[np.float64], rate: float) -> NDArray[np.float64]
     new_span_s = (len(arrivals_s) - 1) / rate
     if not math.isfinite(new_span_s):
         raise UsageError(f"rate {rate!r} requests/s is too small: the last arrival is not a finite time")
-    scaled: NDArray[np.float64] = first + (arrivals_s - first) / span_s * new_span_s
+    scaled: Floats = first + (arrivals_s - first) / span_s * new_span_s
     return scaled
 
 
@@ -243,7 +243,7 @@ def _azure(sha256: str, rows: list[_AzureRow]) -> Trace:
 def _sorted_trace(
     format: TraceFormat,
     sha256: str,
-    arrivals_s: NDArray[np.float64],
+    arrivals_s: Floats,
     prompts: Sequence[int],
     outputs: Sequence[int],
     ids: Sequence[tuple[int, ...]],
