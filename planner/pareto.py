@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from planner.screen import Candidate, Points, Screening, pareto
+from planner.columns import pareto
+from planner.screen import Candidate, Points, Screening
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deepinfer.cost.compose import PathItem
+from planner.columns import pareto
 from planner.pipeline import SearchResult
 from planner.refine import Finalist
-from planner.screen import pareto
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -21,8 +21,9 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.numeric import Floats, Ints
 from deepinfer.workload.spec import ClosedLoop
+from planner.columns import pareto
 from planner.problem import Problem
-from planner.screen import Candidate, Points, Screening, pareto
+from planner.screen import Candidate, Points, Screening
 from planner.space import EngineKind
 from planner.steady import prefill_requests
 

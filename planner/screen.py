@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,10 @@ from deepinfer.layout.placement import TYPICAL_LOAD, ExpertLoad
 from deepinfer.layout.plan import PoolRole, Slo
 from deepinfer.numeric import Floats, Ints
 from deepinfer.scheduler.speculation import Acceptance
+from planner.columns import Columns, pareto
 from planner.space import EngineKind, Refusals, SearchSpace
 from planner.splits import best_split, fewest_engines
-from planner.steady import UTILIZATION, EnginePoints, Load, SteadyState, concatenate
+from planner.steady import UTILIZATION, EnginePoints, Load, SteadyState
 
 CLOSER_LOOKS = 6
 """Kinds of engines per role that are evaluated on the whole grid, and in their variants."""
@@ -57,7 +58,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Points:
+class Points(Columns):
     """Screened points as parallel arrays. `candidate` indexes `Screening.candidates`; rates are per cluster GPU.
 
     `max_num_seqs`, `chunk_rows`, `nextn` and `step_s` are those of the pool that decodes; `prefill_rows` of a step of
@@ -75,13 +76,6 @@ class Points:
     ttft_s: Floats
     output_per_gpu: Floats
     capacity_rps: Floats
-
-    def __len__(self) -> int:
-        return len(self.candidate)
-
-    def take(self, index: Ints | npt.NDArray[np.bool_]) -> Points:
-        """A subset of the points."""
-        return Points(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +138,7 @@ class Screen:
         if self.pools != "mixed" and (self.prefill_space is not None or self.space.gpus > 1):
             parts += self._split(nextns, candidates)
         return Screening(
-            tuple(candidates), _concatenate(parts), self.refusals, self._best_capacity_rps, self._num_screened
+            tuple(candidates), Points.concatenate(parts), self.refusals, self._best_capacity_rps, self._num_screened
         )
 
     def _evaluate(self, where: SteadyState, kind: EngineKind, number: int, nextns: list[int]) -> EnginePoints | None:
@@ -230,8 +224,8 @@ class Screen:
         if not pairs:
             return []
         keys = np.concatenate([key for key, _ in pairs])
-        points = _concatenate([point for _, point in pairs])
-        points = self._as_full_as_fed(points, keys, concatenate(decoding))
+        points = Points.concatenate([point for _, point in pairs])
+        points = self._as_full_as_fed(points, keys, EnginePoints.concatenate(decoding))
         seated = _with_seats_to_fill(points, keys)
         points, keys = points.take(seated), keys[seated]
         unique, index = np.unique(keys, axis=0, return_inverse=True)
@@ -407,7 +401,7 @@ def _worth_pairing(found: Sequence[EnginePoints], kinds: Sequence[EngineKind], l
 
     The split leaves no GPU idle with engines that divide the cluster: those may be a little behind.
     """
-    engines = concatenate([_unbeaten(p, getattr(p, latency)) for p in found])
+    engines = EnginePoints.concatenate([_unbeaten(p, getattr(p, latency)) for p in found])
     if not len(engines):
         return engines
     per_gpu = engines.capacity_rps / np.asarray([kind.layout.num_ranks for kind in kinds])[engines.kind]
@@ -420,18 +414,3 @@ def _worth_pairing(found: Sequence[EnginePoints], kinds: Sequence[EngineKind], l
 def _unbeaten(engines: EnginePoints, latency_s: Floats) -> EnginePoints:
     """Engines that no other beats in both latency and capacity."""
     return engines.take(pareto(1.0 / latency_s, engines.capacity_rps))
-
-
-def _concatenate(parts: Sequence[Points]) -> Points:
-    """Points of all candidates as one; no parts make no points."""
-    columns: list[Any] = [np.zeros(0, dtype=t) for t in [np.int64] * 5 + [np.float64] * 6]
-    empty = Points(*columns)
-    return Points(*(np.concatenate([getattr(p, f.name) for p in (empty, *parts)]) for f in fields(Points)))
-
-
-def pareto(x: Floats, y: Floats) -> Ints:
-    """Indices of points that no other beats in both coordinates (larger is better), by increasing x."""
-    order = np.lexsort((-y, -x))
-    best = np.maximum.accumulate(y[order])
-    first = np.concatenate(([True], y[order][1:] > best[:-1]))
-    return order[first][::-1]

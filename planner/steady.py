@@ -9,9 +9,7 @@ only prefills computes full chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +33,7 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.spec import ModelSpec
 from deepinfer.numeric import Floats, Ints, Num
 from deepinfer.scheduler.speculation import Acceptance
+from planner.columns import Columns
 from planner.resources import start_ups_longer
 from planner.space import DECODE_CHUNK_ROWS_PER_GPU, PREFILL_ROWS_PER_GPU, EngineKind, Refusals, Replay, SearchSpace
 
@@ -57,7 +56,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class EnginePoints:
+class EnginePoints(Columns):
     """Single engines as parallel arrays; `kind` indexes a list of kinds. `capacity_rps` is one engine's.
 
     `ttft_s` is what this engine adds to the time to first token, its queue at `UTILIZATION` included where it prefills.
@@ -71,13 +70,6 @@ class EnginePoints:
     tpot_s: Floats
     ttft_s: Floats
     capacity_rps: Floats
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def take(self, index: Ints | npt.NDArray[np.bool_]) -> EnginePoints:
-        """A subset of the points."""
-        return EnginePoints(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
 class SteadyState:
@@ -165,7 +157,7 @@ class SteadyState:
             table = table[self._fits(kind, table, load.isl + load.osl, refusals)]
             if len(table):
                 parts.append(self._steady_state(kind, self._graph(kind, group[-1]), table, number, load))
-        return concatenate(parts) if parts else None
+        return EnginePoints.concatenate(parts) if parts else None
 
     def _graph(self, kind: EngineKind, nextn: int) -> ExecutionGraph:
         return build_graph(self._model_of(kind), kind.layout, self.cluster, kind.features(nextn, self.expert_load))
@@ -258,8 +250,7 @@ class SteadyState:
             mean_kept_rows=alike[0] * alike[2],
         )
         if not load.computed:
-            device_s = self._device_seconds(graph, quiet)
-            quiet_s = self._with_host(graph, device_s, alike[0], captured=True)[index]
+            quiet_s = step_seconds(graph, quiet, self._costs, self.host, alike[0], captured=True)[index]
             return quiet_s, quiet_s
         prompts = self._prompts(prompt_rows, kind.replay, load, self._defaults.keep_tokens)
         busy = StepShape(
@@ -268,16 +259,17 @@ class SteadyState:
             mean_rows=decoding * rows + share * prompt_rows,
             mean_kept_rows=decoding * rows + share * prompts.count * prompts.kept_rows,
         )
-        device_s = self._device_seconds(graph, _one_behind_the_other(quiet, busy))
+        both = _one_behind_the_other(quiet, busy)
+        device_s = np.asarray(step_cost(graph, both, self._costs).seconds)
         num_quiet = alike.shape[1]
-        quiet_s = self._with_host(graph, device_s[:num_quiet], alike[0], captured=True)[index]
-        return quiet_s, self._with_host(graph, device_s[num_quiet:], decoding, captured=False)
+        quiet_s = _with_host(graph, device_s[:num_quiet], self.host, alike[0], captured=True)[index]
+        return quiet_s, _with_host(graph, device_s[num_quiet:], self.host, decoding, captured=False)
 
     def _prefill_step_seconds(self, kind: EngineKind, graph: ExecutionGraph, rows: Floats) -> Floats:
         """Seconds of a step of so many prompt rows per replica, none of them kept in bounded layers."""
         prompts = self._prompts(rows, kind.replay, self.load, 1)
-        device_s = self._device_seconds(graph, StepShape(prefill=(prompts,)))
-        return self._with_host(graph, device_s, np.asarray(prompts.count), captured=False)
+        shape, count = StepShape(prefill=(prompts,)), np.asarray(prompts.count)
+        return step_seconds(graph, shape, self._costs, self.host, count, captured=False)
 
     @staticmethod
     def _prompts(rows: Floats, replay: Replay, load: Load, keep_tokens: int) -> Sequences:
@@ -291,13 +283,6 @@ class SteadyState:
             kept = np.minimum(each, ended * keep_tokens + (1.0 - ended))
         return Sequences(count, each, before, kept, ended)
 
-    def _device_seconds(self, graph: ExecutionGraph, shape: StepShape) -> Floats:
-        return np.asarray(step_cost(graph, shape, self._costs).seconds) + self.host.step_gap_s.value
-
-    def _with_host(self, graph: ExecutionGraph, device_s: Floats, requests: Floats, captured: bool) -> Floats:
-        """Seconds from step to step: the longer of what the device and what the host need."""
-        return with_host(graph, device_s, self.host, requests, captured)
-
 
 def step_seconds(
     graph: ExecutionGraph, shape: StepShape, costs: CostModel, host: HostProfile, requests: Floats, captured: bool
@@ -306,16 +291,15 @@ def step_seconds(
 
     `requests` are those of an attention replica; steps that are not `captured` launch every kernel.
     """
-    device_s = np.asarray(step_cost(graph, shape, costs).seconds) + host.step_gap_s.value
-    return with_host(graph, device_s, host, requests, captured)
+    return _with_host(graph, np.asarray(step_cost(graph, shape, costs).seconds), host, requests, captured)
 
 
-def with_host(graph: ExecutionGraph, device_s: Floats, host: HostProfile, requests: Floats, captured: bool) -> Floats:
-    """The longer of what the device and what the host need for a step."""
+def _with_host(graph: ExecutionGraph, device_s: Floats, host: HostProfile, requests: Floats, captured: bool) -> Floats:
+    """The longer of what the device, its gap between steps included, and what the host need for a step."""
     host_s = host.submit_seconds(0, len(graph.steps), captured) + requests * (
         host.schedule_s_per_request.value + host.deliver_s_per_request.value
     )
-    return np.maximum(device_s, host_s)
+    return np.maximum(device_s + host.step_gap_s.value, host_s)
 
 
 def _one_behind_the_other(quiet: StepShape, busy: StepShape) -> StepShape:
@@ -360,14 +344,6 @@ def prefill_requests(rows: Ints, load: Load) -> Ints:
     """Prompts that a replica of a prefill pool holds at once: those of two steps, and as many again being read."""
     requests: Ints = 4 * np.ceil(rows / load.computed).astype(np.int64)
     return np.minimum(requests, rows // 2)
-
-
-def concatenate(parts: Iterable[EnginePoints]) -> EnginePoints:
-    """Points of several kinds as one; no parts make no points."""
-    columns: list[Any] = [np.zeros(0, dtype=t) for t in [np.int64] * 4 + [np.float64] * 4]
-    empty = EnginePoints(*columns)
-    whole = [empty, *parts]
-    return EnginePoints(*(np.concatenate([getattr(p, f.name) for p in whole]) for f in fields(EnginePoints)))
 
 
 def _graph_groups(model: ModelSpec, nextns: list[int]) -> list[list[int]]:

@@ -15,11 +15,12 @@ from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Slo
 from deepinfer.layout.settings import EngineSettings
+from planner.columns import pareto
 from planner.pipeline import SearchResult, make_screen, run_search
 from planner.plots import new_figure, plot_pareto, to_png
 from planner.problem import Problem, Question, make_problem
 from planner.refine import choose_points, make_plan, run_finalist
-from planner.screen import Points, Screening, pareto
+from planner.screen import Points, Screening
 from planner.space import EngineKind, Refusals, SearchSpace
 from planner.splits import best_split, fewest_engines
 from planner.steady import UTILIZATION, SteadyState
