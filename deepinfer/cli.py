@@ -77,12 +77,12 @@ def _with_trace(plan: Plan, path: str) -> Plan:
 
 
 def _write_timeline(plan: Plan, summary: Summary, path: Path) -> None:
-    from deepinfer.engine.deployment import resolve
+    from deepinfer.engine.deployment import by_role, resolve
     from deepinfer.files import write_file
     from deepinfer.metrics.timeline import to_chrome_trace
     from deepinfer.registry import load_backend
 
-    deployment = next(d for d in resolve(plan) if d.role != "prefill")
+    _, deployment = by_role(resolve(plan))
     requests = max(round(summary.running_per_gpu * deployment.layout.replica_ranks), 1)
     spans = load_backend("sim").timeline(deployment, requests, summary.mean_context)
     title = f"{plan.model}, one rank, decode step of {requests} requests per replica"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from deepinfer.cost.compose import PathItem, critical_path
 from deepinfer.cost.model import CostModel
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment, by_role, resolve
 from deepinfer.graph.shape import Sequences, StepShape
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.plan import Plan, Pool
@@ -69,7 +69,7 @@ def unused_gpus(plan: Plan) -> int:
 
 def serving_deployment(plan: Plan) -> Deployment:
     """The deployment of the pool that decodes."""
-    return next(d for d in resolve(plan) if d.role != "prefill")
+    return by_role(resolve(plan))[1]
 
 
 def step_breakdown(plan: Plan) -> tuple[list[PathItem], str]:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
 from deepinfer.cost.uncertainty import Band, Parts, mixed_parts, parts_band, ratio_band, step_parts
-from deepinfer.engine.deployment import Deployment, resolve
+from deepinfer.engine.deployment import Deployment, by_role, resolve
 from deepinfer.graph.shape import StepShape
 from deepinfer.layout.plan import Plan
 from planner.describe import mean_prefill_step, mean_steps
@@ -56,13 +56,12 @@ class Comparison:
 @lru_cache(maxsize=64)
 def plan_parts(plan: Plan) -> PlanParts:
     """The parts of a plan that has been simulated."""
-    pools, figures = resolve(plan), plan.prediction
+    prefill, serving = by_role(resolve(plan))
+    figures = plan.prediction
     assert figures is not None
-    serving = next(d for d in pools if d.role != "prefill")
     token = _mean(serving, mean_steps(plan, serving))
-    if plan.prefill is None:
+    if prefill is None:
         return PlanParts(token, token)
-    prefill = next(d for d in pools if d.role == "prefill")
     share = figures.ttft_s.mean / figures.e2e_s.mean
     prompt = _mean(prefill, [(1.0, mean_prefill_step(plan, prefill))])
     return PlanParts(mixed_parts(((share, prompt), (1.0 - share, token))), token, share)

@@ -16,7 +16,7 @@ from backends.sim.timeline import simulate_step
 from backends.sim.verifier import Verifier
 from deepinfer.cost.model import CostModel
 from deepinfer.engine.backend import engine_request
-from deepinfer.engine.deployment import Deployment
+from deepinfer.engine.deployment import Deployment, by_role
 from deepinfer.engine.shape import ReplicaLoad, step_shape
 from deepinfer.engine.transfer import Side, kv_transfer
 from deepinfer.metrics.record import PoolRecord, RunRecord
@@ -64,8 +64,7 @@ class _Run:
     ) -> None:
         self.env = simpy.Environment()
         self._arrivals = workload.arrivals
-        serving = next(d for d in deployments if d.role != "prefill")
-        prefilling = next((d for d in deployments if d.role == "prefill"), None)
+        prefilling, serving = by_role(deployments)
         self._block_tokens = (prefilling or serving).settings.block_tokens
         self.record = record = RunRecord(num_requests, sum(d.num_gpus for d in deployments), serving.step_groups)
         self._hand_over: HandOver | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,6 +136,12 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
         formats = " and ".join(f"{d.model.kv.name} on {d.cluster.accelerator.name}" for d in deployments)
         raise UsageError(f"pools must keep KV in one format, got {formats}; set kv_format")
     return tuple(deployments)
+
+
+def by_role(deployments: Sequence[Deployment]) -> tuple[Deployment | None, Deployment]:
+    """Of a plan's deployments the one that only prefills, None in a plan without, and the one that decodes."""
+    prefill = next((d for d in deployments if d.role == "prefill"), None)
+    return prefill, next(d for d in deployments if d.role != "prefill")
 
 
 def _deployment(

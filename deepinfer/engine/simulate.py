@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from deepinfer.engine.deployment import Deployment, Sample, resolve
+from deepinfer.engine.deployment import Deployment, Sample, by_role, resolve
 from deepinfer.layout.plan import Plan
 from deepinfer.metrics.summary import Summary, summarize
 from deepinfer.registry import load_backend
@@ -62,10 +62,9 @@ def parts_of(plan: Plan) -> int:
 
 
 def _num_parts(deployments: tuple[Deployment, ...], closed: bool) -> int:
-    if len(deployments) == 1:
-        return deployments[0].replicas * (_num_shares(deployments[0]) if closed else 1)
-    prefill = next(d for d in deployments if d.role == "prefill")
-    decode = next(d for d in deployments if d.role == "decode")
+    prefill, decode = by_role(deployments)
+    if prefill is None:
+        return decode.replicas * (_num_shares(decode) if closed else 1)
     common = math.gcd(prefill.step_groups, decode.attention_replicas)
     requests = decode.attention_replicas * decode.settings.max_num_seqs
     enough = max(requests // SAMPLED_REQUESTS, decode.step_groups // SAMPLED_GROUPS, 1)
