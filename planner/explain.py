@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from deepinfer.layout.plan import Plan, Pool
-from planner.describe import engines
 from planner.pipeline import SearchResult, make_screen
 from planner.problem import Problem
 from planner.refine import Finalist, corrections
@@ -54,8 +53,6 @@ class Explanation:
 
     what_ifs: tuple[WhatIf, ...]
     differences: tuple[str, ...]
-    runner_up: str | None
-    runner_up_ratio: float
 
     @property
     def binding(self) -> WhatIf | None:
@@ -79,8 +76,6 @@ def explain(result: SearchResult) -> Explanation:
     return Explanation(
         what_ifs=tuple(found),
         differences=tuple(differences(winner.plan, rival.plan)) if rival else (),
-        runner_up=engines(rival.plan) if rival else None,
-        runner_up_ratio=result.worth(rival) if rival else 0.0,
     )
 
 
