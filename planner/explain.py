@@ -62,7 +62,7 @@ class Explanation:
 
 
 def explain(result: SearchResult) -> Explanation:
-    """Explain a search's answer. Takes about a second: some twenty small screens."""
+    """Explain a search's answer. A small screen per what-if: about a second in all."""
     problem, winner = result.problem, result.winner
     candidate = result.screening.candidates[result.screening.points.candidate[winner.point]]
     kinds = [kind for kind in (candidate.prefill, candidate.kind) if kind is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,6 +75,10 @@ class SearchResult:
 
     def explain(self) -> Explanation:
         """What binds the plan, what would change it, and what sets it apart from the runner-up."""
+        return self._explanation
+
+    @cached_property
+    def _explanation(self) -> Explanation:
         from planner.explain import explain
 
         return explain(self)
