@@ -43,7 +43,7 @@ def connected(executor: str, jobs: int) -> Iterator[Run]:
 
         def run(work: Work) -> Iterable[Any]:
             list(starting)  # they take work from then on
-            with interrupts_ignored():
+            with _interrupts_ignored():
                 return cast("Iterable[Any]", _parallel(jobs, "generator")(work))
 
         try:
@@ -70,7 +70,7 @@ def _start_workers(jobs: int) -> Iterator[Any]:
     count = effective_n_jobs(jobs)
     if count == 1:
         return iter(())
-    with interrupts_ignored():
+    with _interrupts_ignored():
         return cast("Iterator[Any]", _parallel(jobs, "generator")(delayed(_get_ready)() for _ in range(count)))
 
 
@@ -80,7 +80,7 @@ def _get_ready() -> None:
 
 
 @contextlib.contextmanager
-def interrupts_ignored() -> Iterator[None]:
+def _interrupts_ignored() -> Iterator[None]:
     """Ignore SIGINT for a moment: worker processes started now inherit that Ctrl-C is for this one to handle.
 
     Outside the main thread, where signals are not handled, do nothing.

@@ -19,7 +19,7 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.model.spec import MoE
 from planner.encode import with_encode
-from planner.executor import LOCAL, Run, connected, interrupts_ignored
+from planner.executor import LOCAL, Run, connected
 from planner.pareto import ParetoPoint, pareto_points
 from planner.problem import Problem
 from planner.refine import MEASURED_LIFETIMES, ROUNDS, Finalist, choose_points, make_plan, run_finalist
@@ -196,10 +196,8 @@ def _simulate(chosen: Sequence[int], plans: Sequence[Plan], run: Run, tell: Prog
 
     tell(0, len(plans))
     work = (delayed(run_finalist)(point, plan) for point, plan in zip(chosen, plans, strict=True))
-    with interrupts_ignored():
-        finalists = run(work)
     # They come back in order, whatever process ran them: two searches write the same bytes.
-    for done, finalist in enumerate(finalists, start=1):
+    for done, finalist in enumerate(run(work), start=1):
         tell(done, len(plans))
         yield finalist
 
