@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict
 
 from deepinfer.model.spec import BF16, FP8_BLOCK_32, FP8_BLOCK_128, MXFP4, WeightFormat
 
@@ -27,29 +27,3 @@ def formats(quantization: Quantization | None, expert_dtype: str | None = None) 
         return BF16, BF16
     dense = FP8_BLOCK_32 if quantization.weight_block_size == (32, 32) else FP8_BLOCK_128
     return dense, MXFP4 if "fp4" in (expert_dtype, quantization.expert_dtype) else dense
-
-
-class CompressedConfig(Config):
-    """Fields that DeepSeek-V4 and V4.1 configurations share: compressed attention, mHC, experts, draft layers."""
-
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    head_dim: PositiveInt
-    q_lora_rank: PositiveInt
-    qk_rope_head_dim: PositiveInt
-    max_position_embeddings: PositiveInt
-    sliding_window: PositiveInt
-    compress_ratios: list[NonNegativeInt]
-    index_n_heads: PositiveInt
-    index_head_dim: PositiveInt
-    index_topk: PositiveInt
-    o_groups: PositiveInt
-    o_lora_rank: PositiveInt
-    moe_intermediate_size: PositiveInt
-    n_routed_experts: PositiveInt
-    n_shared_experts: NonNegativeInt
-    num_experts_per_tok: PositiveInt
-    hc_mult: PositiveInt
-    num_nextn_predict_layers: NonNegativeInt = 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt
 
 from deepinfer.errors import UsageError
-from deepinfer.model.families.config import CompressedConfig, Quantization, formats
+from deepinfer.model.families.compressed import CompressedConfig
+from deepinfer.model.families.config import Quantization, formats
 from deepinfer.model.families.deepseek_v3 import MAX_MTP_DRAFTS
 from deepinfer.model.spec import CompressedAttention, DraftSpec, KVFormat, LayerSpec, ModelSpec, MoE, Role
 
@@ -18,10 +20,6 @@ class _V4Config(CompressedConfig):
     num_hash_layers: NonNegativeInt = 0
     expert_dtype: str | None = None
     quantization_config: Quantization | None = None
-    # Only checkpoints with a DSpark module name its target layers; the others draft with one MTP block.
-    dspark_target_layer_ids: list[int] = Field(default_factory=list)
-    dspark_block_size: PositiveInt = 5
-    dspark_markov_rank: PositiveInt = 256
 
 
 def _attention(config: _V4Config, index: int) -> CompressedAttention:
@@ -31,52 +29,25 @@ def _attention(config: _V4Config, index: int) -> CompressedAttention:
             f"config.json field compress_ratios: layer {index} has ratio {ratio}, known are 0, {CSA_RATIO}, {HCA_RATIO}"
         )
     sparse = ratio == CSA_RATIO
-    return CompressedAttention(
-        num_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        rope_dim=config.qk_rope_head_dim,
-        q_lora_rank=config.q_lora_rank,
-        o_groups=config.o_groups,
-        o_lora_rank=config.o_lora_rank,
-        window=config.sliding_window,
-        role=Role.FULL if ratio else Role.WINDOW,
-        ratio=ratio,
-        topk=config.index_topk if sparse else None if ratio else 0,
-        kv_owner=index if ratio else None,
-        index_heads=config.index_n_heads,
-        index_dim=config.index_head_dim,
-        index_limit=None,
-        overlap=sparse,
-        index_compressor=sparse,
-    )
+    role, topk = Role.FULL if ratio else Role.WINDOW, config.index_topk if sparse else None if ratio else 0
+    attention = config.attention(role, ratio, topk, kv_owner=index if ratio else None)
+    return replace(attention, overlap=sparse, index_compressor=sparse)
 
 
 def _moe(config: _V4Config, index: int) -> MoE:
-    return MoE(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        config.moe_intermediate_size,
-        config.n_shared_experts,
-        hash_routed=index < config.num_hash_layers,
-    )
+    return replace(config.experts(), hash_routed=index < config.num_hash_layers)
 
 
 def _draft(config: _V4Config) -> DraftSpec | None:
     if not config.num_nextn_predict_layers:
         return None
+    # Only checkpoints with a DSpark module name its target layers; the others draft with one MTP block.
     first = config.num_hidden_layers
     count = config.num_nextn_predict_layers if config.dspark_target_layer_ids else 1
     layers = tuple(LayerSpec(i, _attention(config, i), _moe(config, i)) for i in range(first, first + count))
     if not config.dspark_target_layer_ids:
         return DraftSpec("mtp", layers, max_drafts=MAX_MTP_DRAFTS)
-    return DraftSpec(
-        kind="dspark",
-        layers=layers,
-        max_drafts=config.dspark_block_size,
-        block_size=config.dspark_block_size,
-        target_layers=tuple(config.dspark_target_layer_ids),
-        markov_rank=config.dspark_markov_rank,
-    )
+    return config.dspark(layers)
 
 
 def _kv_formats(config: _V4Config) -> tuple[KVFormat, ...]:
@@ -95,10 +66,7 @@ def parse_v4(raw: dict[str, Any], name: str) -> ModelSpec:
     """The model of a V4 `config.json`. Raises UsageError or pydantic.ValidationError for a wrong field."""
     config = _V4Config.model_validate(raw)
     num_layers = config.num_hidden_layers
-    if len(config.compress_ratios) < num_layers:
-        raise UsageError(
-            f"model {name}: compress_ratios has {len(config.compress_ratios)} entries for {num_layers} layers"
-        )
+    config.check_ratios(name)
     kv_formats = _kv_formats(config)
     dense_format, expert_format = formats(config.quantization_config, config.expert_dtype)
     return ModelSpec(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field, PositiveInt
 
 from deepinfer.errors import UsageError
-from deepinfer.model.families.config import CompressedConfig, Config, Quantization, formats
+from deepinfer.model.families.compressed import CompressedConfig
+from deepinfer.model.families.config import Config, Quantization, formats
 from deepinfer.model.spec import (
     CompressedAttention,
     DraftSpec,
@@ -15,7 +17,6 @@ from deepinfer.model.spec import (
     KVFormat,
     LayerSpec,
     ModelSpec,
-    MoE,
     Role,
     VisionTower,
 )
@@ -32,9 +33,6 @@ class _V41Text(CompressedConfig):
     engram_max_ngram_size: int = 4
     engram_n_heads: int = 8
     engram_head_dim: int = 256
-    dspark_block_size: int = 5
-    dspark_target_layer_ids: list[int] = Field(default_factory=list)
-    dspark_markov_rank: int = 256
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
 
@@ -71,31 +69,12 @@ def _v41_attention(config: _V41Text, index: int, role: Role) -> CompressedAttent
         raise UsageError(f"config.json field kv_source_layer_ids: no source of layer {index}'s ratio {ratio} up to it")
     # Later index sources score only inside the candidate blocks that the candidate source picked.
     limited = role is Role.REINDEX and 0 <= config.candidate_source_layer_id < index
-    return CompressedAttention(
-        num_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        rope_dim=config.qk_rope_head_dim,
-        q_lora_rank=config.q_lora_rank,
-        o_groups=config.o_groups,
-        o_lora_rank=config.o_lora_rank,
-        window=config.sliding_window,
-        role=role,
-        ratio=ratio,
-        topk=config.index_topk if ratio else 0,
-        kv_owner=owner,
-        index_heads=config.index_n_heads,
-        index_dim=config.index_head_dim,
-        index_limit=config.candidate_topk_blocks * config.candidate_block_size if limited else None,
-    )
+    attention = config.attention(role, ratio, config.index_topk if ratio else 0, owner)
+    candidates = config.candidate_topk_blocks * config.candidate_block_size
+    return replace(attention, index_limit=candidates if limited else None)
 
 
 def _v41_layers(config: _V41Text) -> tuple[LayerSpec, ...]:
-    moe = MoE(
-        config.n_routed_experts,
-        config.num_experts_per_tok,
-        config.moe_intermediate_size,
-        config.n_shared_experts,
-    )
     head_dim = config.engram_head_dim
     rows_per_token = (config.engram_max_ngram_size - 1) * config.engram_n_heads
     engrams = {
@@ -108,7 +87,7 @@ def _v41_layers(config: _V41Text) -> tuple[LayerSpec, ...]:
         LayerSpec(
             index=i,
             attention=_v41_attention(config, i, _role(config, i)),
-            ffn=moe,
+            ffn=config.experts(),
             engram=engrams.get(i),
             bounded=i >= first_bounded,
         )
@@ -119,25 +98,13 @@ def _v41_layers(config: _V41Text) -> tuple[LayerSpec, ...]:
 def _v41_draft(config: _V41Text) -> DraftSpec | None:
     if not config.num_nextn_predict_layers:
         return None
-    moe = MoE(
-        config.dspark_n_routed_experts,
-        config.dspark_num_experts_per_tok,
-        config.moe_intermediate_size,
-        config.n_shared_experts,
-    )
+    moe = replace(config.experts(), num_experts=config.dspark_n_routed_experts, topk=config.dspark_num_experts_per_tok)
     first = config.num_hidden_layers
     layers = tuple(
         LayerSpec(first + i, _v41_attention(config, first + i, Role.WINDOW), moe, bounded=True)
         for i in range(config.num_nextn_predict_layers)
     )
-    return DraftSpec(
-        kind="dspark",
-        layers=layers,
-        max_drafts=config.dspark_block_size,
-        block_size=config.dspark_block_size,
-        target_layers=tuple(config.dspark_target_layer_ids),
-        markov_rank=config.dspark_markov_rank,
-    )
+    return config.dspark(layers)
 
 
 def _vision(vision: _Vision | None, hidden_size: int) -> VisionTower | None:
@@ -159,10 +126,7 @@ def parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
     """The model of a V4.1 `config.json`. Raises UsageError or pydantic.ValidationError for a wrong field."""
     config = _V41Config.model_validate(raw)
     text = config.text_config
-    if len(text.compress_ratios) < text.num_hidden_layers:
-        raise UsageError(
-            f"model {name}: compress_ratios has {len(text.compress_ratios)} entries for {text.num_hidden_layers} layers"
-        )
+    text.check_ratios(name)
     if len(text.engram_layer_ids) != len(text.engram_num_embeddings):
         raise UsageError(f"model {name}: engram_layer_ids and engram_num_embeddings must have the same length")
     dim, index_dim, rope_dim = text.head_dim, text.index_head_dim, text.qk_rope_head_dim
