@@ -1,0 +1,186 @@
+"""Ranks in real processes: their collectives against what one process computes, and how they end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from backends.torch_runtime.comm import FAMILIES, Communicator, peer_ranks, split_rows
+from backends.torch_runtime.launch import Channel, RankContext, RankError, RankGroup, joined_context
+from deepinfer.errors import UsageError
+from deepinfer.layout.parallel import ParallelLayout
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
+
+# --- groups ---------------------------------------------------------------------------------------------------------
+
+
+def layouts(ranks: int) -> Iterator[ParallelLayout]:
+    """Every layout of so many ranks that the class accepts."""
+    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for dp, cp, tp, ep, etp, dcp in itertools.product(degrees, repeat=6):
+        if dp * cp * tp == ranks:
+            with suppress(UsageError):
+                yield ParallelLayout(dp, cp, tp, ep, etp, dcp=dcp)
+
+
+def expected_groups(layout: ParallelLayout) -> dict[str, list[set[int]]]:
+    """Each rank's groups from an array of ranks, its axes named (dp, cp, tp), and one named (copy, place)."""
+    ranks = torch.arange(layout.num_ranks)
+    mesh = ranks.view(layout.dp, layout.cp, layout.tp)
+    blocks = {
+        "replica": mesh.transpose(1, 2).reshape(-1, layout.cp).tolist(),
+        "expert": ranks.view(-1, layout.ep * layout.etp).tolist(),
+        "engine": [ranks.tolist()],
+    }
+    # Those that share a replica or experts wait for each other, and so on: connected components.
+    joined = [set(block) for block in blocks["expert"] + mesh.reshape(layout.dp, -1).tolist()]
+    for rank in range(layout.num_ranks):
+        touching = [group for group in joined if rank in group]
+        joined = [group for group in joined if rank not in group] + [set().union(*touching)]
+    blocks["step"] = [sorted(group) for group in joined]
+    return {
+        family: [next(set(block) for block in blocks[family] if rank in block) for rank in range(layout.num_ranks)]
+        for family in FAMILIES
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8, 12])
+def test_groups_of_every_layout(ranks: int) -> None:
+    for layout in layouts(ranks):
+        expected = expected_groups(layout)
+        for family, rank in itertools.product(FAMILIES, range(ranks)):
+            peers = peer_ranks(layout, family, rank)
+            assert peers == tuple(sorted(expected[family][rank])), (layout, family, rank)
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(0, 3), (1, 4), (7, 4), (9, 8), (16, 4), (384_006_168, 64)])
+def test_tables_are_split_without_gap_or_overlap(total: int, ranks: int) -> None:
+    parts = [split_rows(total, ranks, rank) for rank in range(ranks)]
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == total
+    assert max(map(len, parts)) == -(-total // ranks)
+
+
+# --- collectives ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """What all ranks of a layout bring, from a seed: each rank takes its part, the test computes with the whole."""
+
+    layout: ParallelLayout
+    seed: int
+
+    def __post_init__(self) -> None:
+        n, chance = self.layout.num_ranks, random.Random(self.seed)
+        self.values = [chance.randrange(-(2**40), 2**40) for _ in range(n)]
+        self.source = chance.randrange(n)
+        dtype, width = chance.choice(DTYPES), chance.choice([(), (3,), (2, 5)])
+        bits = torch.Generator().manual_seed(self.seed)
+
+        def rows(*shape: int) -> Tensor:
+            numbers = torch.randint(0, 2 if dtype == torch.bool else 100, (*shape, *width), generator=bits)
+            return numbers.to(dtype)
+
+        self.rows = [rows(chance.choice([0, 0, 1, 2, 5])) for _ in range(n)]
+        self.expert = [sorted(group) for group in expected_groups(self.layout)["expert"]]
+        size = len(self.expert[0])
+        self.parcels = [[rows(chance.choice([0, 0, 1, 3])) for _ in range(size)] for _ in range(n)]
+        self.equal = [rows(size, self.seed % 3) for _ in range(n)]
+        self.table = rows(chance.choice([0, 1, n - 1, n + 1, 41]))
+        limit = len(self.table)
+        self.ids = [
+            torch.randint(0, max(limit, 1), (chance.choice([0, 1, 4]) if limit else 0, 3), generator=bits)
+            for _ in range(n)
+        ]
+
+    def on_rank(self, comm: Communicator) -> list[Any]:
+        rank, device = comm.rank, comm.device
+        held = split_rows(len(self.table), self.layout.num_ranks, rank)
+        ids, table = self.ids[rank].to(device), self.table[held.start : held.stop].to(device)
+        place = self.expert[rank].index(rank)
+        outcome = [
+            comm.agree_max(self.values[rank]),
+            comm.broadcast_object({"from": rank}, self.source),
+            comm.all_gather_rows(self.rows[rank].to(device), [len(self.rows[peer]) for peer in comm.replica.ranks]),
+            comm.all_to_all_rows(
+                torch.cat(self.parcels[rank]).to(device),
+                [len(parcel) for parcel in self.parcels[rank]],
+                [len(self.parcels[peer][place]) for peer in self.expert[rank]],
+            ),
+            comm.all_to_all_equal(self.equal[rank].to(device)),
+            comm.engram_rows(ids, table, len(self.table)),
+            comm.engram_rows(ids, table.cpu()),
+        ]
+        return [x.cpu() if isinstance(x, Tensor) else x for x in outcome]
+
+    def expected(self, rank: int) -> list[Any]:
+        groups = {family: sorted(groups[rank]) for family, groups in expected_groups(self.layout).items()}
+        place = groups["expert"].index(rank)
+        looked_up = torch.stack([self.table[i] for i in self.ids[rank].flatten()]) if self.ids[rank].numel() else None
+        found = self.table[:0] if looked_up is None else looked_up
+        found = found.reshape(*self.ids[rank].shape, *self.table.shape[1:])
+        return [
+            max(self.values[peer] for peer in groups["step"]),
+            {"from": self.source},
+            torch.cat([self.rows[peer] for peer in groups["replica"]]),
+            torch.cat([self.parcels[peer][place] for peer in groups["expert"]]),
+            torch.stack([self.equal[peer][place] for peer in groups["expert"]]),
+            found,
+            found,
+        ]
+
+
+def collectives_worker(context: RankContext, device_type: str, channel: Channel) -> None:
+    device = torch.device(device_type, context.device_index)
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    for layout, seeds in channel:
+        comm = Communicator(layout, context.rank, device)
+        channel.reply([Case(layout, seed).on_rank(comm) for seed in seeds])
+
+
+def same(a: Any, b: Any) -> bool:
+    if not isinstance(b, Tensor):
+        return bool(a == b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.float().tolist() == b.float().tolist()
+
+
+def different_layouts(ranks: int) -> list[ParallelLayout]:
+    """One layout of each grouping: the collectives see nothing else of it."""
+    kept: dict[object, ParallelLayout] = {}
+    for layout in layouts(ranks):
+        kept.setdefault(str(expected_groups(layout)), layout)
+    return list(kept.values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_collectives_compute_what_one_process_does(device: str, ranks: int) -> None:
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    with RankGroup("test_ranks:collectives_worker", device, ranks) as group:
+        for number, layout in enumerate(different_layouts(ranks)):
+            seeds = range(100 * number, 100 * number + 12)
+            for rank, outcomes in enumerate(group.call((layout, seeds))):
+                for seed, outcome in zip(seeds, outcomes, strict=True):
+                    expected = Case(layout, seed).expected(rank)
+                    wrong = [i for i, (a, b) in enumerate(zip(outcome, expected, strict=True)) if not same(a, b)]
+                    assert not wrong, (layout, rank, seed, wrong)
+    assert not dist.is_initialized()
