@@ -1,0 +1,1 @@
+"""Triton kernels for CUDA devices, one for one with `backends.torch_runtime.reference`."""
