@@ -107,9 +107,10 @@ def fit_to_hardware(model: ModelSpec, accelerator: Accelerator, kv_format: str |
     return converted.with_kv(wanted) if wanted else converted
 
 
-def resolve(plan: Plan) -> tuple[Deployment, ...]:
+def resolve(plan: Plan, machine: Accelerator | None = None) -> tuple[Deployment, ...]:
     """The deployments of a plan's pools, in their order.
 
+    With a `machine` all pools are laid out on that, and on its links, instead of what the plan names.
     Raises UsageError for what does not fit together and InfeasibleError for what does not fit in memory.
     """
     model, host = load_model(plan.model), load_host(plan.host)
@@ -121,8 +122,8 @@ def resolve(plan: Plan) -> tuple[Deployment, ...]:
     if sum(set_aside) > plan.gpus:
         raise UsageError(f"the plan's pools use {sum(set_aside)} GPUs, its cluster has {plan.gpus}")
     deployments = []
-    kinds = [load_hardware(pool.hardware or plan.hardware) for pool in plan.pools]
-    if plan.network is not None:
+    kinds = [machine or load_hardware(pool.hardware or plan.hardware) for pool in plan.pools]
+    if plan.network is not None and machine is None:
         kinds = [plan.network.under(accelerator) for accelerator in kinds]
     for pool, gpus, accelerator in zip(plan.pools, set_aside, kinds, strict=True):
         fitted = fit_to_hardware(model, accelerator, pool.settings.kv_format)

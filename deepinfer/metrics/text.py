@@ -6,13 +6,9 @@ from deepinfer.metrics.summary import Percentiles, Summary
 from deepinfer.units import format_bytes, format_seconds
 
 
-def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
-    """A run's figures as (name, value) pairs, each of the three throughputs by its own name."""
-
-    def spread(figures: Percentiles) -> str:
-        return " / ".join(format_seconds(v) for v in (figures.p50, figures.p90, figures.p99))
-
-    lines = [
+def throughput_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
+    """The three throughputs as (name, value) pairs, each by its own name, and the accepted length between them."""
+    return [
         ("output tokens/s per GPU", f"{summary.output_tokens_per_s_per_gpu:,.1f} (what users receive)"),
         (
             "full-acceptance tokens/s per GPU",
@@ -20,6 +16,17 @@ def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
         ),
         ("steps/s of one engine", f"{summary.steps_per_s:.2f}"),
         ("tokens kept per step and request", f"{summary.tau:.3f} of at most {nextn + 1}"),
+    ]
+
+
+def summary_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
+    """A run's figures as (name, value) pairs."""
+
+    def spread(figures: Percentiles) -> str:
+        return " / ".join(format_seconds(v) for v in (figures.p50, figures.p90, figures.p99))
+
+    lines = [
+        *throughput_lines(summary, nextn),
         ("prompt rows/s per GPU", f"{summary.input_tokens_per_s_per_gpu:,.1f}"),
         ("tokens/s per user", f"{summary.tokens_per_s_per_user:.1f}"),
         ("TTFT p50 / p90 / p99", spread(summary.ttft_s)),
