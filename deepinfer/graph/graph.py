@@ -15,10 +15,14 @@ from deepinfer.graph.ops import Operator
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Operators of one layer (or of the head, the draft, ...) in issue order; compared by identity."""
+    """Operators of one layer (or of the head, the draft, ...) in issue order; compared by identity.
+
+    Those with `is_layer` stand for the model's layers in order, the draft module's behind the others.
+    """
 
     name: str
     operators: tuple[Operator, ...]
+    is_layer: bool = False
 
 
 class Step(NamedTuple):

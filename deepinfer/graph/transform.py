@@ -35,7 +35,7 @@ def two_batch_overlap(graph: ExecutionGraph, replica_ranks: int = 1) -> Executio
             works = [_half_work(op.work, replica_ranks) for op in block.operators]
             halves = [list(_turns(_half_operators(block, half, works))) for half in ("a", "b")]
             alternating = [op for turns in zip_longest(*halves, fillvalue=[]) for turn in turns for op in turn]
-            blocks[block] = Block(block.name, tuple(alternating))
+            blocks[block] = Block(block.name, tuple(alternating), block.is_layer)
     return ExecutionGraph(f"{graph.name}, two batches", tuple(blocks[block] for block in graph.blocks))
 
 
@@ -94,7 +94,7 @@ def _fuse_block(block: Block) -> Block:
             operators.append(_fused(dispatch, op, combine))
         elif op is not dispatch and op is not combine:
             operators.append(op)
-    return Block(block.name, tuple(operators))
+    return Block(block.name, tuple(operators), block.is_layer)
 
 
 def _fused(dispatch: Operator, experts: Operator, combine: Operator) -> Operator:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Literal
 
 from deepinfer.errors import UsageError
+from deepinfer.model.numerics import Numerics
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,8 @@ class ModelSpec:
     """The facts of a model that layouts, graphs and costs are computed from.
 
     All that is not routed has `dense_format`, unless a checkpoint keeps shared experts and dense layers (`ffn_format`)
-    or its attention output projections (`output_format`) in another one.
+    or its attention output projections (`output_format`) in another one. Only families with `numerics` can be run on
+    devices; all can be planned.
     """
 
     name: str
@@ -272,6 +274,7 @@ class ModelSpec:
     vision: VisionTower | None = None
     ffn_format: WeightFormat | None = None
     output_format: WeightFormat | None = None
+    numerics: Numerics | None = None
 
     @property
     def vision_parameters(self) -> int:

@@ -349,7 +349,7 @@ class Scheduler:
         sequence.blocks = list(hit)
         sequence.slot = self._free_slots.pop() if config.num_slots else -1
         if hit:
-            draft.tables.append(BlockTable(sequence.request.id, 0, tuple(hit), sequence.slot))
+            draft.tables.append(BlockTable(sequence.request.id, 0, tuple(hit), sequence.slot, shared=True))
         self._append_blocks(sequence, needed, draft)
         sequence.planned = sequence.computed = start
         sequence.published = len(hit)

@@ -22,12 +22,16 @@ class PrefillChunk(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """KV blocks appended to a request's table, from table position `first` on, and its state slot (-1: none)."""
+    """KV blocks appended to a request's table, from table position `first` on, and its state slot (-1: none).
+
+    `shared` blocks were found in the prefix cache: others read them, and nobody writes them again.
+    """
 
     request_id: int
     first: int
     blocks: tuple[int, ...]
     slot: int
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

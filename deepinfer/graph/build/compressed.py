@@ -203,4 +203,6 @@ def _sparse_attention(
         )
 
     kind = OpKind.SPARSE_ATTENTION_DECODE if phase == "decode" else OpKind.SPARSE_ATTENTION_PREFILL
-    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected", "attn_heads"), work)
+    # Prompt rows go into the same tensor as decoding ones, behind them.
+    begun = " attn_heads" if phase == "prefill" and ctx.has("decode") else ""
+    ops.add(f"attention_{phase}", kind, ("q window_kv global_kv selected" + begun, "attn_heads"), work)

@@ -80,4 +80,5 @@ def _layer_block(
     all_reduce_operator(ctx, ops, name, ("attn_out", "attn_out"), rows, passes=1 if scatter else 2)
     ops.elementwise("ffn_norm", ("attn_out", "ffn_in"), ctx.routed_rows(view) if scatter else rows, norm)
     ffn_operators(ctx, ops, layer.ffn, view, draft)
-    return Block("dense layer" if isinstance(layer.ffn, DenseFFN) else "moe layer", tuple(ops.operators))
+    name = "dense layer" if isinstance(layer.ffn, DenseFFN) else "moe layer"
+    return Block(name, tuple(ops.operators), is_layer=True)

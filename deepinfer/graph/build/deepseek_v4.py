@@ -45,7 +45,7 @@ def build_blocks(ctx: BuildContext) -> tuple[Block, ...]:
 
 def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, draft: bool = False) -> Block:
     operators = layer_operators(ctx, layer, view, _enter, draft)
-    return Block(f"{KIND[attention_of(layer).ratio]} layer", tuple(operators))
+    return Block(f"{KIND[attention_of(layer).ratio]} layer", tuple(operators), is_layer=True)
 
 
 def _mix_in(ctx: BuildContext, ops: OperatorList, sublayer: str, rows: RowsOf) -> None:

@@ -58,7 +58,7 @@ def _layer_block(ctx: BuildContext, layer: LayerSpec, view: View, draft: bool = 
     operators += layer_operators(ctx, layer, view, _enter, draft)
     half = "decoder" if layer.bounded else "encoder"
     name = f"{half} {attention_of(layer).role}" + (" engram" if layer.engram else "")
-    return Block(name, tuple(operators))
+    return Block(name, tuple(operators), is_layer=True)
 
 
 def _head(ctx: BuildContext) -> Block:
@@ -105,7 +105,7 @@ def _engram(ctx: BuildContext, ops: OperatorList, memory: Engram, rows: RowsOf) 
     ops.gemm("engram_proj", ("engram_rows", "engram_out"), rows, width, projected, ctx.model.dense_format)
     ops.elementwise(
         "engram_gate",
-        ("engram_out streams", "streams"),
+        ("engram_out streams ffn_out shared_out", "streams"),
         rows,
         (
             (projected + ctx.model.hc_mult * hidden) * ACTIVATION_BYTES,

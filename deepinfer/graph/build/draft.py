@@ -35,7 +35,7 @@ def mtp_blocks(
         ops = OperatorList("draft_")
         project(ops, view)
         blocks.append(Block("draft input", tuple(ops.operators)))
-        blocks.append(Block("draft layer", layer(view).operators))
+        blocks.append(Block("draft layer", layer(view).operators, is_layer=True))
         ops = OperatorList("draft_")
         head(ops, ctx.rows(lambda s: s.drafting(1.0)))
         blocks.append(Block("draft head", tuple(ops.operators)))
@@ -58,10 +58,10 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
     kv_dim = attention.head_dim * len(draft.layers)
     ops.gemm("context_kv", ("draft_features", "window_kv"), committed, hidden, kv_dim, ctx.model.dense_format)
     blocks = [Block("draft input", tuple(ops.operators))]
-    blocks += [Block("draft layer", layer(view).operators)] * len(draft.layers)
+    blocks += [Block("draft layer", layer(view).operators, is_layer=True)] * len(draft.layers)
 
     ops = OperatorList("draft_")
-    logits_operators(ctx, ops, ctx.rows(view), "ffn_out", "draft_logits")
+    logits_operators(ctx, ops, ctx.rows(view), "streams ffn_out shared_out", "draft_logits")
     blocks.append(Block("draft head", tuple(ops.operators)))
     position = _markov_position(ctx, draft.markov_rank, lambda s: ctx.split(view(s).rows / draft.block_size))
     return blocks + [Block("draft position", position)] * draft.block_size

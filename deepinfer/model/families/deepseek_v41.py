@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
 from deepinfer.errors import UsageError
 from deepinfer.model.families.compressed import CompressedConfig
 from deepinfer.model.families.config import Config, Quantization, formats
+from deepinfer.model.numerics import EngramHash, Numerics, Rotary, Yarn
 from deepinfer.model.spec import (
     CompressedAttention,
     DraftSpec,
@@ -20,6 +21,14 @@ from deepinfer.model.spec import (
     Role,
     VisionTower,
 )
+
+
+class _RopeScaling(Config):
+    rope_type: Literal["yarn"] = "yarn"
+    factor: float
+    original_max_position_embeddings: PositiveInt
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
 
 class _V41Text(CompressedConfig):
@@ -33,8 +42,24 @@ class _V41Text(CompressedConfig):
     engram_max_ngram_size: int = 4
     engram_n_heads: int = 8
     engram_head_dim: int = 256
+    engram_vocab_size: PositiveInt = 16_000_000
+    engram_compressed_vocab_size: PositiveInt = 99_092
+    engram_pad_id: int = 2
     dspark_n_routed_experts: int = 128
     dspark_num_experts_per_tok: int = 3
+    dspark_noise_token_id: int = 128_799
+    # Constants of the arithmetic, with the release's values as defaults.
+    rms_norm_eps: float = 1e-20
+    hc_eps: float = 1e-6
+    hc_sinkhorn_iters: PositiveInt = 20
+    swiglu_limit: float = 10.0
+    routed_scaling_factor: float = 1.5
+    gate_temp: Literal[1.0] = 1.0
+    norm_topk_prob: Literal[True] = True
+    scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
+    rope_theta: float = 10_000.0
+    compress_rope_theta: float = 160_000.0
+    rope_scaling: _RopeScaling | None = None
 
 
 class _Vision(Config):
@@ -107,6 +132,38 @@ def _v41_draft(config: _V41Text) -> DraftSpec | None:
     return config.dspark(layers)
 
 
+def _numerics(config: _V41Text) -> Numerics:
+    scaling, dim = config.rope_scaling, config.qk_rope_head_dim
+    yarn = None
+    if scaling is not None:
+        yarn = Yarn(scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow)
+    engram = None
+    if config.engram_layer_ids:
+        engram = EngramHash(
+            layers=tuple(config.engram_layer_ids),
+            num_rows=tuple(config.engram_num_embeddings),
+            vocab_size=config.engram_vocab_size,
+            compressed_vocab=config.engram_compressed_vocab_size,
+            max_ngram=config.engram_max_ngram_size,
+            num_heads=config.engram_n_heads,
+            pad_token=config.engram_pad_id,
+        )
+    return Numerics(
+        rms_norm_eps=config.rms_norm_eps,
+        hc_eps=config.hc_eps,
+        hc_iterations=config.hc_sinkhorn_iters,
+        swiglu_limit=config.swiglu_limit,
+        route_scale=config.routed_scaling_factor,
+        rotary=Rotary(dim, config.rope_theta),
+        rotary_global=Rotary(dim, config.compress_rope_theta, yarn),
+        candidate_layer=config.candidate_source_layer_id,
+        candidate_blocks=config.candidate_topk_blocks,
+        candidate_block=config.candidate_block_size,
+        noise_token=config.dspark_noise_token_id,
+        engram=engram,
+    )
+
+
 def _vision(vision: _Vision | None, hidden_size: int) -> VisionTower | None:
     if vision is None:
         return None
@@ -154,4 +211,5 @@ def parse_v41(raw: dict[str, Any], name: str) -> ModelSpec:
         kv=kv_formats[0],
         hc_mult=text.hc_mult,
         vision=_vision(config.vision_config, text.hidden_size),
+        numerics=_numerics(text),
     )

@@ -1,0 +1,293 @@
+"""The engine loop on a device: carries out what the core wishes for, on one rank."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from backends.torch_runtime.context import RankContext
+from backends.torch_runtime.inputs import Track, place_blocks, prompt_rows, slot_starts
+from backends.torch_runtime.launcher import StepLauncher
+from backends.torch_runtime.steps import HostResult, Outputs, StepBuilder
+from deepinfer.engine.core import Agree, Answer, Arrivals, Arrived, Collect, Deliver, Fetch, Submit, Wish, run_engine
+from deepinfer.engine.deployment import Deployment
+from deepinfer.metrics.record import SubmittedStep
+from deepinfer.numeric import Ints
+from deepinfer.scheduler.request import Request
+from deepinfer.scheduler.scheduler import Scheduler
+from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
+
+_IDLE_S = 0.0005
+"""How long a rank that has peers sleeps between two looks for requests."""
+
+
+class Delivery(NamedTuple):
+    """What the users of one replica got at a time: requests, and how many tokens each."""
+
+    at_s: float
+    request_ids: Ints
+    tokens: Ints
+    finished: tuple[int, ...]
+
+
+class CollectedStep(NamedTuple):
+    """A step as it was collected: when, what it computed, and the tokens it kept."""
+
+    at_s: float
+    step: SubmittedStep
+    kept: int
+
+
+class _Ticket(NamedTuple):
+    plan: StepPlan | None
+    outputs: Outputs | None
+    decode_ids: list[int]
+    first_ids: list[int]
+    started_s: float
+
+
+class Inbox:
+    """Requests of one replica and when they are let in: by arrival times, and so many at once at most."""
+
+    def __init__(self, requests: Sequence[tuple[float, Request]], concurrency: int | None) -> None:
+        self._waiting = deque(sorted(requests, key=lambda r: (r[0], r[1].id)))
+        self._concurrency = concurrency
+        self._inside = 0
+
+    def take(self, now: float) -> list[Request]:
+        """Requests that may enter now."""
+        taken = []
+        while self._waiting and self._waiting[0][0] <= now and self._has_room:
+            taken.append(self._waiting.popleft()[1])
+            self._inside += 1
+        return taken
+
+    def leave(self, count: int) -> None:
+        """Requests have finished."""
+        self._inside -= count
+
+    def drop(self) -> list[Request]:
+        """Forget who still waits."""
+        dropped = [request for _, request in self._waiting]
+        self._waiting.clear()
+        return dropped
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nobody will follow."""
+        return not self._waiting
+
+    @property
+    def next_arrival_s(self) -> float | None:
+        """When the next one may enter; None if that is for others to say."""
+        return self._waiting[0][0] if self._waiting and self._has_room else None
+
+    @property
+    def _has_room(self) -> bool:
+        return self._concurrency is None or self._inside < self._concurrency
+
+
+class RankEngine:
+    """Serves the requests of one replica on one rank; the ranks of a replica do the same, each its part.
+
+    `tracks` are by request id. `on_delivery` is called after every committed step.
+    """
+
+    def __init__(self, rank: RankContext, deployment: Deployment, launcher: StepLauncher, builder: StepBuilder) -> None:
+        self._rank, self._deployment = rank, deployment
+        self._launcher, self._builder = launcher, builder
+        self._keep = deployment.settings.keep_tokens if deployment.settings.replay != "off" else None
+        self._ngram = rank.engram.hashing.max_ngram if rank.engram else 1
+        self._rows = rank.state.shape.rows_per_request
+
+    def serve(
+        self,
+        tracks: dict[int, Track],
+        inbox: Inbox,
+        stop_s: float | None = None,
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> tuple[list[Delivery], list[CollectedStep], Scheduler]:
+        """Run until every request of the step group has ended, or `stop_s` seconds have passed."""
+        self._tracks, self._inbox, self._on_delivery = tracks, inbox, on_delivery
+        self._stop_s = stop_s
+        self._tickets: dict[int, _Ticket] = {}
+        self._next_ticket = 0
+        self._batches: dict[int, list[int]] = {}
+        self.deliveries: list[Delivery] = []
+        self.steps: list[CollectedStep] = []
+        self._busy_until_s = 0.0
+        scheduler = Scheduler(self._deployment.scheduler_config())
+        self._start = time.perf_counter()
+        core = run_engine([scheduler], self._deployment.settings.async_scheduling)
+        wish: Wish = next(core)
+        while True:
+            try:
+                wish = core.send(self._fulfil(wish))
+            except StopIteration:
+                return self.deliveries, self.steps, scheduler
+
+    @property
+    def _now(self) -> float:
+        return time.perf_counter() - self._start
+
+    def _fulfil(self, wish: Wish) -> Answer:
+        match wish:
+            case Arrivals(block):
+                return self._arrivals(block)
+            case Agree(activity):
+                return type(activity)(self._rank.comm.agree_max(int(activity)))
+            case Submit(plans):
+                return self._submit(plans[0])
+            case Collect(ticket):
+                return (self._collect(ticket),)
+            case Deliver(outputs):
+                self._deliver(outputs[0])
+                return None
+            case Fetch():
+                raise NotImplementedError("one mixed pool fetches nothing")
+            case _:
+                raise AssertionError(f"{wish} was not offered")
+
+    def _arrivals(self, block: bool) -> Arrived:
+        if self._stop_s is not None and self._now > self._stop_s:
+            self._inbox.drop()
+        if block and not self._inbox.is_closed:
+            wait = (self._inbox.next_arrival_s or 0.0) - self._now
+            alone = self._rank.comm.step.size == 1
+            time.sleep(max(min(wait, 1.0) if alone else min(wait, _IDLE_S), 0.0))
+        taken = self._inbox.take(self._now)
+        return Arrived(tuple((0, request) for request in taken), self._inbox.is_closed)
+
+    def _submit(self, plan: StepPlan | None) -> int:
+        number = self._next_ticket
+        self._next_ticket += 1
+        started = self._now
+        slots, prompts, max_context = np.zeros(0, dtype=np.int64), None, self._rows
+        decode_ids: list[int] = []
+        first: list[Track] = []
+        first_ids: list[int] = []
+        wants_logprobs = False
+        if plan is not None:
+            cp, place = self._rank.layout.cp, self._rank.comm.replica.place
+            for request_id in plan.preempted:
+                self._tracks[request_id].void_before = number
+            self._builder.place_blocks(place_blocks(plan, self._tracks, self._rank.state.shape.block_tokens))
+            self._builder.start_slots(slot_starts(plan.prefill, self._tracks, self._keep))
+            decode_ids = [i for i in plan.decode.request_ids.tolist() if self._tracks[i].slot % cp == place]
+            slots = np.asarray([self._tracks[i].slot for i in decode_ids], dtype=np.int64)
+            if len(plan.decode):
+                max_context = int(plan.decode.contexts.max()) + self._rows
+            if plan.prefill:
+                prompts = prompt_rows(plan.prefill, self._tracks, cp, self._ngram)
+                max_context = max(max_context, *(c.start + c.rows for c in plan.prefill))
+                first_ids = [c.request_id for c in plan.prefill if c.is_last and self._owner(c.request_id) == place]
+                first = [self._tracks[i] for i in first_ids]
+            wants_logprobs = any(self._tracks[i].params.logprobs is not None for i in (*decode_ids, *first_ids))
+        self._builder.end_prompts(first)
+        outputs = self._launcher.launch(slots, prompts, max_context, wants_logprobs)
+        self._tickets[number] = _Ticket(plan, outputs, decode_ids, first_ids, started)
+        return number
+
+    def _owner(self, request_id: int) -> int:
+        return self._tracks[request_id].slot % self._rank.layout.cp
+
+    def _collect(self, number: int) -> StepResult | None:
+        ticket = self._tickets.pop(number)
+        assert ticket.outputs is not None
+        result = ticket.outputs.wait()
+        ended = self._now
+        found = self._found(ticket, result)
+        if ticket.plan is None:
+            self._note(ticket, ended, 0)
+            return None
+        kept, stopped = [], []
+        self._batches = {}
+        for request_id in ticket.plan.decode.request_ids.tolist():
+            tokens = self._accepted(number, request_id, found[request_id], stopped)
+            kept.append(max(len(tokens), 1))
+            self._batches[request_id] = tokens
+        for chunk in ticket.plan.prefill:
+            if chunk.is_last:
+                self._batches[chunk.request_id] = self._accepted(
+                    number, chunk.request_id, found[chunk.request_id], stopped
+                )
+        self._note(ticket, ended, sum(kept))
+        return StepResult(np.asarray(kept, dtype=np.int64), frozenset(stopped))
+
+    def _found(self, ticket: _Ticket, result: HostResult) -> dict[int, list[int]]:
+        """Kept tokens by request, of this rank's requests and of those that its replica's other ranks have."""
+        own: dict[int, list[int]] = {}
+        for request_id, tokens, kept in zip(ticket.decode_ids, result.tokens, result.kept, strict=False):
+            own[request_id] = tokens[:kept].tolist()
+        own.update({i: [int(token)] for i, token in zip(ticket.first_ids, result.first, strict=True)})
+        if result.logprobs is not None:
+            self._note_logprobs(ticket, result)
+        if self._rank.layout.cp == 1:
+            return own
+        everyone: list[Any] = [None] * self._rank.comm.step.size
+        dist.all_gather_object(everyone, own, group=self._rank.comm.step.group)
+        mates = [self._rank.comm.step.ranks.index(rank) for rank in self._rank.comm.replica.ranks]
+        return {request_id: tokens for mate in mates for request_id, tokens in everyone[mate].items()}
+
+    def _accepted(self, number: int, request_id: int, tokens: list[int], stopped: list[int]) -> list[int]:
+        """The tokens up to the one that ends the request, if one does; none of a run that was preempted since."""
+        track = self._tracks[request_id]
+        if track.finished or number < track.void_before:
+            return []
+        room = track.params.max_tokens - len(track.generated)
+        tokens = tokens[:room]
+        stop = track.checker.accept(tokens)
+        if stop is not None:
+            stopped.append(request_id)
+            tokens = tokens[: stop.num_tokens]
+        return tokens
+
+    def _deliver(self, output: StepOutput | None) -> None:
+        if output is None:
+            return
+        now = self._now
+        for request_id, count in zip(output.request_ids.tolist(), output.tokens.tolist(), strict=True):
+            self._tracks[request_id].tokens += self._batches[request_id][:count]
+        for request_id in output.finished:
+            self._tracks[request_id].finished = True
+        self._inbox.leave(len(output.finished))
+        delivery = Delivery(now, output.request_ids, output.tokens, output.finished)
+        self.deliveries.append(delivery)
+        if self._on_delivery is not None:
+            self._on_delivery(delivery)
+
+    def _note(self, ticket: _Ticket, ended_s: float, kept: int) -> None:
+        """A step begins on the device when it was submitted, or when the one before it ended."""
+        seconds = ended_s - max(ticket.started_s, self._busy_until_s)
+        self._busy_until_s = ended_s
+        plan = ticket.plan
+        decodes = len(plan.decode) if plan is not None else 0
+        rows = sum(chunk.rows for chunk in plan.prefill) if plan is not None else 0
+        context = int(plan.decode.contexts.sum()) if plan is not None and decodes else 0
+        step = SubmittedStep(seconds, ended_s, decodes, decodes * self._rows, rows, context)
+        self.steps.append(CollectedStep(ended_s, step, kept))
+
+    def _note_logprobs(self, ticket: _Ticket, result: HostResult) -> None:
+        assert result.logprobs is not None
+        row = 0
+        for request_id, tokens, kept in zip(ticket.decode_ids, result.tokens, result.kept, strict=False):
+            self._remember(request_id, result.logprobs[row : row + kept], tokens[:kept])
+            row += self._rows
+        row = result.tokens.shape[0] * self._rows
+        for place, request_id in enumerate(ticket.first_ids):
+            self._remember(request_id, result.logprobs[row + place : row + place + 1], result.first[place : place + 1])
+
+    def _remember(self, request_id: int, logprobs: torch.Tensor, tokens: Any) -> None:
+        track = self._tracks[request_id]
+        if track.params.logprobs is None:
+            return
+        values, ids = logprobs.topk(max(track.params.logprobs, 1), -1)
+        for i, token in enumerate(tokens.tolist()):
+            best = dict(zip(ids[i].tolist(), values[i].tolist(), strict=True)) if track.params.logprobs else {}
+            track.logprobs.append(best | {token: float(logprobs[i, token])})

@@ -1,0 +1,168 @@
+"""Number formats of weights, activations and cache records, in plain torch: the reference for every kernel.
+
+Scales: UE8M0 is a power of two, stored as its exponent + 127 in a byte: 2^ceil(log2(amax / max)). E4M3 scales are
+rounded to nearest. E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4, 6; two values share a byte, the even column in the
+low nibble. Sources: the V4.1 reference's quantisation points, as huggingface/transformers `modular_deepseek_v41.py`
+and mlx-lm 0.32.2 state them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+BLOCK = 32
+"""Values that share a UE8M0 scale."""
+MAIN_BLOCK = 16
+"""Values of a main KV entry that share an E4M3 scale."""
+
+_SMALLEST_FP8_AMAX = 1e-4
+_SMALLEST_FP4_AMAX = E2M1_MAX * 2.0**-126
+_SMALLEST_E4M3_SCALE = 2.0**-9
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+WeightStorage = Literal["plain", "fp8_block", "fp8_rows", "mxfp4"]
+KVStorage = Literal["fp4", "mxfp8", "bf16", "fp32"]
+
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A stored weight [..., n, k] and its scales.
+
+    `plain`: floating point, no scale. `fp8_block`: E4M3 with a UE8M0 byte per 32 x 32 [ceil(n/32), ceil(k/32)].
+    `fp8_rows`: E4M3 with a byte per row and 32 columns [n, k/32]. `mxfp4`: packed E2M1 bytes [..., n, k/2] with a
+    byte per row and 32 columns [..., n, k/32].
+    """
+
+    data: Tensor
+    scale: Tensor | None = None
+    storage: WeightStorage = "plain"
+
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weight as numbers [..., n, k]."""
+        if self.scale is None:
+            return self.data.to(dtype)
+        if self.storage == "fp8_block":
+            n, k = self.data.shape[-2:]
+            scale = e8m0(self.scale).repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
+            return (self.data.float() * scale).to(dtype)
+        values = unpack_e2m1(self.data) if self.storage == "mxfp4" else self.data.float()
+        return _times_blocks(values, e8m0(self.scale)).to(dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values and scales."""
+        scale = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
+        return self.data.numel() * self.data.element_size() + scale
+
+
+def e8m0(code: Tensor) -> Tensor:
+    """FP32 powers of two from their stored bytes."""
+    return torch.ldexp(torch.ones((), device=code.device), code.to(torch.int32) - 127)
+
+
+def power_of_two_above(value: Tensor) -> Tensor:
+    """Bytes of the smallest powers of two not below positive FP32 values, by their bits: no rounding of logarithms."""
+    bits = value.float().contiguous().view(torch.int32)
+    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0).int()).to(torch.uint8)
+
+
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., n] as E4M3 and UE8M0 bytes [..., n/32]; n must be a multiple of 32."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scale = power_of_two_above(blocks.abs().amax(-1).clamp_min(_SMALLEST_FP8_AMAX) * (1.0 / E4M3_MAX))
+    values = (blocks / e8m0(scale)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
+    return values.flatten(-2).to(torch.float8_e4m3fn), scale
+
+
+def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., n] as packed E2M1 [..., n/2] and UE8M0 bytes [..., n/32]."""
+    blocks = x.float().unflatten(-1, (-1, BLOCK))
+    scale = power_of_two_above(blocks.abs().amax(-1).clamp_min(_SMALLEST_FP4_AMAX) * (1.0 / E2M1_MAX))
+    return pack_e2m1((blocks / e8m0(scale)[..., None]).flatten(-2)), scale
+
+
+def quantize_nvfp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., n] as packed E2M1 [..., n/2] and E4M3 scales [..., n/16]."""
+    blocks = x.float().unflatten(-1, (-1, MAIN_BLOCK))
+    amax = blocks.abs().amax(-1).clamp_min(E2M1_MAX * _SMALLEST_E4M3_SCALE)
+    scale = (amax / E2M1_MAX).clamp_max(E4M3_MAX).to(torch.float8_e4m3fn)
+    return pack_e2m1((blocks / scale.float()[..., None]).flatten(-2)), scale
+
+
+def pack_e2m1(x: Tensor) -> Tensor:
+    """Round to the nearest E2M1 value, ties to even, and pack pairs of columns into bytes."""
+    magnitude = x.abs().clamp_max(E2M1_MAX)
+    midpoints = torch.tensor(_MIDPOINTS, device=x.device)
+    code = torch.bucketize(magnitude, midpoints)
+    tie = magnitude == midpoints[code.clamp_max(len(_MIDPOINTS) - 1)]
+    code = code + (tie & (code % 2 == 1)).long()
+    code = code | (torch.signbit(x).long() << 3)
+    return (code[..., 0::2] | (code[..., 1::2] << 4)).to(torch.uint8)
+
+
+def unpack_e2m1(packed: Tensor) -> Tensor:
+    """FP32 values [..., n] of packed bytes [..., n/2]."""
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], device=packed.device)
+    byte = packed.view(torch.uint8).long()
+    return table[torch.stack((byte & 15, byte >> 4), -1).flatten(-2)]
+
+
+def record_bytes(storage: KVStorage, dim: int, kind: Literal["window", "main", "index"]) -> int:
+    """Bytes of one cache record of `dim` numbers.
+
+    Windows are E4M3 in both quantised storages, index keys E2M1; main entries are E2M1 (fp4) or E4M3 (mxfp8).
+    """
+    if storage == "bf16":
+        return 2 * dim
+    if storage == "fp32":
+        return 4 * dim
+    if kind == "index":
+        return dim // 2 + dim // BLOCK
+    if kind == "window" or storage == "mxfp8":
+        return dim + dim // BLOCK
+    return dim // 2 + dim // MAIN_BLOCK
+
+
+def encode_record(x: Tensor, storage: KVStorage, kind: Literal["window", "main", "index"]) -> Tensor:
+    """[..., dim] as cache records, uint8 [..., record_bytes]: the values, then their scales."""
+    if storage in ("bf16", "fp32"):
+        return x.to(torch.bfloat16 if storage == "bf16" else torch.float32).contiguous().view(torch.uint8)
+    if kind == "index":
+        parts = quantize_mxfp4(x)
+    elif kind == "window" or storage == "mxfp8":
+        parts = quantize_fp8(x)
+    else:
+        parts = quantize_nvfp4(x)
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def decode_record(record: Tensor, dim: int, storage: KVStorage, kind: Literal["window", "main", "index"]) -> Tensor:
+    """FP32 numbers [..., dim] of cache records."""
+    if storage in ("bf16", "fp32"):
+        return record.contiguous().view(torch.bfloat16 if storage == "bf16" else torch.float32).float()
+    if kind == "index":
+        return _times_blocks(unpack_e2m1(record[..., : dim // 2]), e8m0(record[..., dim // 2 :]))
+    if kind == "window" or storage == "mxfp8":
+        values = record[..., :dim].contiguous().view(torch.float8_e4m3fn).float()
+        return _times_blocks(values, e8m0(record[..., dim:]))
+    scale = record[..., dim // 2 :].contiguous().view(torch.float8_e4m3fn).float()
+    return _times_blocks(unpack_e2m1(record[..., : dim // 2]), scale)
+
+
+def rounded_fp8(x: Tensor) -> Tensor:
+    """What is left of activations [..., n] after a trip through `quantize_fp8`; other widths pass unchanged."""
+    if x.shape[-1] % BLOCK:
+        return x
+    values, scale = quantize_fp8(x)
+    return _times_blocks(values.float(), e8m0(scale)).to(x.dtype)
+
+
+def _times_blocks(values: Tensor, scale: Tensor) -> Tensor:
+    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)

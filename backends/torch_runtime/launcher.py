@@ -1,0 +1,40 @@
+"""Launches steps on a device: operator by operator, or decode steps as captured graphs."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from backends.torch_runtime.context import RankContext
+from backends.torch_runtime.executor import Executor
+from backends.torch_runtime.inputs import PromptRows
+from backends.torch_runtime.steps import Outputs, StepBuilder
+from deepinfer.numeric import Ints
+
+
+class StepLauncher(Protocol):
+    """Starts a step and returns at once, as far as the device allows."""
+
+    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
+        """Decode the requests in `slots`, and compute prompt rows. All ranks of a step group call it together."""
+        ...
+
+
+class EagerLauncher:
+    """Runs every step operator by operator."""
+
+    def __init__(self, rank: RankContext, executor: Executor, builder: StepBuilder) -> None:
+        self._rank, self._executor, self._builder = rank, executor, builder
+
+    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
+        """See `StepLauncher`."""
+        on_device = self._builder.to_device(np.asarray(slots))
+        step = (
+            self._builder.decode(on_device, max_context)
+            if prompts is None
+            else self._builder.mixed(on_device, prompts, max_context)
+        )
+        step.wants_logprobs = wants_logprobs
+        self._executor.run(step)
+        return Outputs(step.outputs)
