@@ -23,7 +23,8 @@ from backends.torch_runtime.reference.elementwise import NUM_STREAMS, Streams
 ROWS = 32
 CHUNK = 128
 """Columns of every stream that a program of the first kernel covers."""
-TILE = 64
+TILE = {torch.bfloat16: 32, torch.float32: 16}
+"""Columns in registers at a time; more of them spill."""
 SHARES = 32
 """FP32 numbers a tile leaves per row: 24 dot products, the squares of streams and of the collapsed row, padding."""
 
@@ -276,7 +277,7 @@ def _walk(
             COLLAPSE=collapse,
             ROWS=ROWS,
             CHUNK=CHUNK,
-            TILE=TILE,
+            TILE=TILE[x.dtype],
             SHARES=SHARES,
             num_warps=4,
             num_stages=2,

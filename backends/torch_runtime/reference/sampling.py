@@ -27,22 +27,23 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
     the remaining tokens that are better hold less than top_p of their mass: tokens of equal logits stay or go together.
     """
     greedy = temperature < GREEDY_BELOW
-    tempered = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-    kept = tempered >= truncation_threshold(tempered, top_k, top_p)[:, None]
-    raced = torch.where(kept, tempered + gumbel(seed, position, logits.shape[1]), -torch.inf)
-    return torch.where(greedy[:, None], logits.float(), raced).argmax(-1).to(torch.int32)
+    heat = torch.where(greedy, 1.0, temperature)
+    kept = logits >= truncation_threshold(logits, heat, top_k, top_p)[:, None]
+    raced = logits / heat[:, None] + gumbel(seed, position, logits.shape[1])
+    raced = torch.where(kept, raced, -torch.inf)
+    return torch.where(greedy[:, None], logits, raced).argmax(-1).to(torch.int32)
 
 
-def truncation_threshold(tempered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The lowest value [m] that top-k, then top-p, leaves in each row of tempered logits [m, V]; -inf: all stay."""
-    values = tempered.sort(-1, descending=True).values
+def truncation_threshold(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The lowest logit [m] that top-k, then top-p at this temperature, leaves in each row of logits [m, V]."""
+    values = logits.sort(-1, descending=True).values
     last = torch.where(top_k > 0, top_k, values.shape[1]).clamp_max(values.shape[1]).long()[:, None] - 1
-    lowest = values.gather(1, last)
-    mass = (values - values[:, :1]).double().exp().masked_fill(values < lowest, 0.0)
+    eligible = values >= values.gather(1, last)
+    mass = ((values - values[:, :1]).double() / temperature[:, None]).exp().masked_fill(~eligible, 0.0)
     better = mass.cumsum(-1) - mass
-    within = (better < top_p[:, None].double() * mass.sum(-1, keepdim=True)) & (values >= lowest)
-    within |= (top_p >= 1.0)[:, None] & (values >= lowest)
-    return values.gather(1, (within.sum(-1, keepdim=True) - 1).clamp_min(0)).squeeze(1)
+    within = (better < top_p[:, None] * mass.sum(-1, keepdim=True)) | (top_p >= 1.0)[:, None]
+    kept = (within & eligible).sum(-1, keepdim=True)
+    return values.gather(1, (kept - 1).clamp_min(0)).squeeze(1)
 
 
 def gumbel(seed: Tensor, position: Tensor, vocabulary: int) -> Tensor:
