@@ -88,7 +88,8 @@ def main() -> None:
             write_tiny_checkpoint(Path(folder), seed=0)
             generate(folder, args)
     except DeepinferError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

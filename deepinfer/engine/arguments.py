@@ -22,8 +22,8 @@ from deepinfer.workload.spec import ClosedLoop, FixedLength, Workload
 
 DEFAULT_MODEL_LEN = 4096
 """Longest request, prompt and output, of an engine that was not told (DeepInfer 0.1.0, offline)."""
-DEFAULT_STEP_TOKENS = 4096
-"""Rows of a step of an engine that was not told, at least (DeepInfer 0.1.0)."""
+DEFAULT_PROMPT_ROWS = 4096
+"""Prompt rows of a step of an engine that was not told (DeepInfer 0.1.0, whose steps have prompts or decode)."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class EngineArguments:
     `model` is the folder of a checkpoint, or with `load_format` "dummy" (weights of true shapes, made up) also a card.
     The engine has `data_parallel_size` x `context_parallel_size` ranks, in groups of `expert_parallel_size` that hold
     all experts; 0 data parallel ranks mean max(1, ep / cp). Per attention replica, `max_num_seqs` requests run at once
-    and a step has `max_tokens_per_step` rows; without it the greatest of `max_model_len`, 4096 and the rows of
-    `max_num_seqs` decoding requests. `nextn` drafts are verified per request and step. `kv_format` is one of the
-    model's, by default its own.
+    and a step has `max_tokens_per_step` rows; without it 4096 for prompts beside those of `max_num_seqs` decoding
+    requests: prompts are computed in chunks, and need not fit a step. `nextn` drafts are verified per request and step.
+    `kv_format` is one of the model's, by default its own.
     """
 
     model: str
@@ -88,7 +88,7 @@ class EngineArguments:
     def settings(self, model: ModelSpec) -> EngineSettings:
         """Settings of the engine. Raises UsageError for what the model cannot do."""
         self._check_model(model)
-        rows = max(self.context_limit(model), DEFAULT_STEP_TOKENS, self.max_num_seqs * (1 + self.nextn))
+        rows = DEFAULT_PROMPT_ROWS + self.max_num_seqs * (1 + self.nextn)
         try:
             return EngineSettings(
                 max_num_seqs=self.max_num_seqs,
@@ -145,6 +145,7 @@ def deploy(plan: Plan, backend: RunnerBackend, max_model_len: int) -> Deployment
     """
     machine = backend.accelerator(plan.serving.layout.resolve().num_ranks)
     (deployment,) = resolve(plan, machine)
+    deployment.scheduler_config()  # refuses what it cannot schedule now, not when ranks have started
     if machine.family != HOST_FAMILY:
         return deployment
     settings, budget = deployment.settings, deployment.budget

@@ -52,9 +52,9 @@ class StopChecker:
                 return Stop(number, self._ends[token])  # its own text is no part of the answer
             if self._detokenizer is None:
                 continue
-            self._append(self._detokenizer.push(token))
+            self.text += self._detokenizer.push(token)
             if not may_end:
-                self._searched_from = len(self.text)
+                self._searched_from = len(self.text) + self._detokenizer.holds_back
             elif (string := self._cut()) is not None:
                 self._held = False
                 return Stop(number, string)
@@ -63,12 +63,9 @@ class StopChecker:
     def final_text(self) -> str:
         """The text when no token will follow: cut before the stop string, or with what was held back."""
         if self._detokenizer is not None and self._held:
-            self._append(self._detokenizer.flush())
+            self.text += self._detokenizer.flush()
             self._held = False
         return self.text
-
-    def _append(self, piece: str) -> None:
-        self.text += piece
 
     def _cut(self) -> str | None:
         """Cut the text before the stop string that begins first, if there is one; returns it."""

@@ -49,29 +49,34 @@ class Detokenizer:
     """The text of one request, token by token: the pieces joined are the text of all tokens.
 
     A character may lie over several tokens, and a token's text may depend on the one before: each piece is the
-    difference that the newest tokens make to the text of a few before them, held back while it ends inside a character.
+    difference that the newest token makes to the text of a few before it, without a character that may be incomplete.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._tokens: list[int] = []  # those of the last piece, then those not yet in any
-        self._num_old = 0
+        self._tokens: list[int] = []  # the last ones whose text is known to be whole, and those after them
+        self._num_whole = 0
+        self._given = 0  # characters of their text that are in a piece
+        self.holds_back = False
 
     def push(self, token: int) -> str:
-        """Text that is certain with one more token; often that of the token."""
+        """Text that is certain with one more token; often that of the token.
+
+        `holds_back` says whether a character has begun that is not in it.
+        """
         self._tokens.append(token)
-        old, text = self._texts()
-        if len(text) <= len(old) or text.endswith(_INCOMPLETE):
-            return ""
-        del self._tokens[: self._num_old]
-        self._num_old = len(self._tokens)
-        return text[len(old) :]
+        text = self._tokenizer.decode(self._tokens)
+        certain = text.rstrip(_INCOMPLETE)
+        self.holds_back = len(certain) < len(text)
+        piece = certain[self._given :]
+        if piece and not self.holds_back:
+            del self._tokens[: self._num_whole]
+            self._num_whole = len(self._tokens)
+            self._given = len(self._tokenizer.decode(self._tokens))
+        else:
+            self._given += len(piece)
+        return piece
 
     def flush(self) -> str:
         """What was held back, when no token will follow."""
-        old, text = self._texts()
-        self._num_old = len(self._tokens)
-        return text[len(old) :]
-
-    def _texts(self) -> tuple[str, str]:
-        return self._tokenizer.decode(self._tokens[: self._num_old]), self._tokenizer.decode(self._tokens)
+        return self._tokenizer.decode(self._tokens)[self._given :]
