@@ -565,19 +565,21 @@ def test_a_bad_command_is_one_sentence_and_status_2(
 
 
 def test_run_puts_the_prediction_beside_what_it_measured(
-    backend: ScriptedBackend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    backend: ScriptedBackend, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = plan_of(ClosedLoop(concurrency=6, ramp_s=0.0, measure_s=1.0), replicas=2, count=12)
     plan = plan.model_copy(update={"prediction": simulate_plan(plan)})
     path, output = tmp_path / "plan.json", tmp_path / "run.json"
     path.write_text(plan.to_json(), encoding="utf-8")
     arguments = ["run", str(path), "--backend", "cpu", "--load-format", "dummy", "--output", str(output)]
+    arguments += ["--model", str(folder)]
     status, out, err = run(*arguments, "--requests", "5", capsys=capsys)
     assert (status, err) == (0, "")
     for words in ("output tokens/s per GPU", "TTFT p50 / p90 / p99", "measured on cpu, predicted for gb200-nvl72"):
         assert words in out
     for words in ("made-up weights", "one of 2 engines"):
         assert words in out
+    assert "measured with the model" not in out  # the folder's is the plan's
     written = json.loads(output.read_text(encoding="utf-8"))
     ((calls, pacing_),) = backend.runners[-1].calls
     assert pacing_ == Pacing(concurrency=3)

@@ -162,7 +162,7 @@ def differences(planned: Plan, served: ServedPlan, load_format: LoadFormat) -> l
     said = []
     if machine.name != (planned.serving.hardware or planned.hardware):
         said.append(f"measured on {machine.name}, predicted for {planned.serving.hardware or planned.hardware}")
-    if load_model(planned.model) != load_model(served.plan.model):
+    if replace(load_model(planned.model), name="") != replace(load_model(served.plan.model), name=""):
         said.append(f"measured with the model {served.plan.model}, predicted for {planned.model}")
     planned_kv = load_hardware(planned.serving.hardware or planned.hardware).kv_format
     predicted_kv = planned.serving.settings.kv_format or planned_kv.get(served.deployment.model.family, kv)
