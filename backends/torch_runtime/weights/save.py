@@ -64,22 +64,19 @@ def save_checkpoint(
 
 
 def _apart(entry: Entry, start: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
-    shape = local_shape(entry, WHOLE)
-    found = tuple(weight.data.shape)
-    if weight.storage == "mxfp4":
-        found = (*found[:-1], 2 * found[-1])
-    if found != shape:
-        raise UsageError(f"weight {start}{entry.key} is {list(found)} and not the whole {list(shape)}")
+    packed = weight.storage == "mxfp4"
+    found, whole = list(weight.data.shape), list(local_shape(entry, WHOLE))
+    if packed:
+        found[-1] *= 2
+    if found != whole:
+        raise UsageError(f"weight {start}{entry.key} is {found} and not the whole {whole}")
     for number in range(max(1, entry.num_experts)):
         expert = (number,) if entry.num_experts else ()
         row = 0
         for part in entry.parts:
             name = start + part.name.format(number)
             values = weight.data[expert][row : row + part.rows]
-            yield (
-                name if entry.bare else name + ".weight",
-                values.view(torch.int8) if weight.storage == "mxfp4" else values,
-            )
+            yield name if entry.bare else name + ".weight", values.view(torch.int8) if packed else values
             if weight.scale is not None:
                 block = BLOCK if weight.storage == "fp8_block" else 1
                 scales = weight.scale[expert][row // block : -(-(row + part.rows) // block)]
