@@ -114,7 +114,9 @@ class Communicator:
         if len(x) < longest:
             mine = torch.cat((mine, mine.new_zeros(longest - len(x), mine.shape[1])))
         parts = mine.new_empty(peers.size, longest, mine.shape[1])
-        dist.all_gather_into_tensor(parts.flatten(0, 1), mine, group=peers.group)
+        # Torch 2.13 renamed it; older versions know the second name only.
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(parts.flatten(0, 1), mine, group=peers.group)
         equal = min(sizes) == longest
         rows = parts.flatten(0, 1) if equal else torch.cat([part[:m] for part, m in zip(parts, sizes, strict=True)])
         return _rows_like(rows, x)
