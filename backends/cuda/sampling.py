@@ -21,11 +21,13 @@ from torch import Tensor
 
 PART = 4096
 """Tokens of a part of the race."""
-BLOCK = 16384
-"""Logits in registers per turn of a pass over the row: enough loads in flight to hide the latency of L2."""
-FEW = 4096
+BLOCK = 4096
+"""Logits in registers per turn of a pass over the row."""
+FEW = 2048
 """Tokens that the search goes through in one turn."""
 GREEDY_BELOW = tl.constexpr(1e-5)
+STAGES = tl.constexpr(6)
+"""Turns of a pass in flight: what hides the latency of L2 from a single program."""
 LOWEST_KEY = tl.constexpr(-2147483647)
 """Below every number: all tokens are above."""
 
@@ -53,7 +55,7 @@ def _above(row, count, key, best, temperature, BY_MASS: tl.constexpr, BLOCK: tl.
     """Weight and number of the tokens whose keys exceed `key`."""
     weight = tl.zeros((BLOCK,), tl.float32)
     number = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, count, BLOCK):
+    for begin in tl.range(0, count, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < count, other=-float("inf"))
         over = (_key(x) > key) & (at < count)
@@ -129,7 +131,7 @@ def _search(
 def _gather(row, scratch, count, low, high, BLOCK: tl.constexpr):
     """Move the logits with keys in (low, high] to scratch, in their order."""
     filled = 0
-    for begin in range(0, count, BLOCK):
+    for begin in tl.range(0, count, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         x = tl.load(row + at, mask=at < count, other=-float("inf"))
         key = _key(x)
@@ -142,7 +144,7 @@ def _gather(row, scratch, count, low, high, BLOCK: tl.constexpr):
 @triton.jit
 def _threshold(row, scratch, count, heat, k, p, BLOCK: tl.constexpr, FEW: tl.constexpr):
     highest = tl.full((BLOCK,), -float("inf"), tl.float32)
-    for begin in range(0, count, BLOCK):
+    for begin in tl.range(0, count, BLOCK, num_stages=STAGES):
         at = begin + tl.arange(0, BLOCK)
         highest = tl.maximum(highest, tl.load(row + at, mask=at < count, other=-float("inf")))
     best = tl.max(highest)
@@ -249,7 +251,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
             logits.stride(0),
             BLOCK=BLOCK,
             FEW=FEW,
-            num_warps=32,
+            num_warps=16,
         )
         _race_kernel[(m, parts)](
             logits, temperature, threshold, seed, position, best, token, count, logits.stride(0), PART=PART, num_warps=8

@@ -24,7 +24,8 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
 
     temperature FP32 [m] (below 1e-5: the best token, the lowest id of equals), top_k int32 [m] (0: all), top_p FP32
     [m] (1: all), seed and position int64 [m]. A token stays if fewer than top_k tokens are better, and if those of
-    the remaining tokens that are better hold less than top_p of their mass: tokens of equal logits stay or go together.
+    the remaining tokens that are better hold less than top_p of their mass: tokens of equal logits stay or go together,
+    and the best one always stays.
     """
     greedy = temperature < GREEDY_BELOW
     heat = torch.where(greedy, 1.0, temperature)
