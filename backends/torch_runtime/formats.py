@@ -64,7 +64,8 @@ class Weight:
 
 def e8m0(code: Tensor) -> Tensor:
     """FP32 powers of two from their stored bytes."""
-    return torch.ldexp(torch.ones((), device=code.device), code.to(torch.int32) - 127)
+    bits = code.to(torch.int32) << 23
+    return torch.where(bits == 0, 1 << 22, bits).view(torch.float32)  # 2^-127 is a subnormal number
 
 
 def power_of_two_above(value: Tensor) -> Tensor:

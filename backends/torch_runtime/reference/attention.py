@@ -79,7 +79,7 @@ def select_topk(
 ) -> Tensor:
     """Entries int32 [m, k] with the best finite scores, -1 where there are fewer; ties go to the lower column."""
     width = min(k, scores.shape[1])
-    order = scores.sort(-1, descending=True, stable=True)
+    order = scores.sort(dim=-1, descending=True, stable=True)
     column, best = order.indices[:, :width], order.values[:, :width]
     if candidates is not None:
         block = candidates.long().gather(1, column // candidate_block)

@@ -49,7 +49,7 @@ def route(logits: Tensor, bias: Tensor, topk: int, scale: float) -> tuple[Tensor
     score = sqrt(softplus(logit)); the bias joins in the choice only; ties go to the lower expert.
     """
     scores = torch.nn.functional.softplus(logits).sqrt()
-    ids = (scores + bias).sort(-1, descending=True, stable=True).indices[:, :topk]
+    ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :topk]
     chosen = scores.gather(-1, ids)
     weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scale
     return ids.int(), weights
