@@ -59,13 +59,16 @@ class Inbox:
         self._waiting = deque(sorted(requests, key=lambda r: (r[0], r[1].id)))
         self._concurrency = concurrency
         self._inside = 0
+        self.let_in_s: dict[int, float] = {}
 
     def take(self, now: float) -> list[Request]:
         """Requests that may enter now."""
         taken = []
         while self._waiting and self._waiting[0][0] <= now and self._has_room:
-            taken.append(self._waiting.popleft()[1])
+            request = self._waiting.popleft()[1]
+            self.let_in_s[request.id] = now
             self._inside += 1
+            taken.append(request)
         return taken
 
     def leave(self, count: int) -> None:
@@ -115,7 +118,7 @@ class RankEngine:
     ) -> tuple[list[Delivery], list[CollectedStep], Scheduler]:
         """Run until every request of the step group has ended, or `stop_s` seconds have passed."""
         self._tracks, self._inbox, self._on_delivery = tracks, inbox, on_delivery
-        self._stop_s = stop_s
+        self._stop_s, self._is_over = stop_s, False
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = 0
         self._batches: dict[int, list[int]] = {}
@@ -156,6 +159,7 @@ class RankEngine:
 
     def _arrivals(self, block: bool) -> Arrived:
         if self._stop_s is not None and self._now > self._stop_s:
+            self._is_over = True  # whoever gets a token now ends with it
             self._inbox.drop()
         if block and not self._inbox.is_closed:
             wait = (self._inbox.next_arrival_s or 0.0) - self._now
@@ -244,8 +248,12 @@ class RankEngine:
         tokens = tokens[:room]
         stop = track.checker.accept(tokens)
         if stop is not None:
+            track.stop = stop
             stopped.append(request_id)
             tokens = tokens[: stop.num_tokens]
+        elif self._is_over:
+            track.aborted = True
+            stopped.append(request_id)
         return tokens
 
     def _deliver(self, output: StepOutput | None) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from backends.torch_runtime.state import LOOK_BACK
 from deepinfer.numeric import Ints
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.sampling.stop import StopChecker
+from deepinfer.sampling.stop import Stop, StopChecker
 from deepinfer.scheduler.step import PrefillChunk, StepPlan
 
 
@@ -32,6 +32,8 @@ class Track:
     started: bool = False
     void_before: int = 0
     finished: bool = False
+    aborted: bool = False
+    stop: Stop | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
     @property

@@ -36,12 +36,14 @@ _SETTLE_S = 1.0
 _POLL_S = 1.0
 """How often ranks are asked whether they live, should a process of theirs hold their end of the pipe open."""
 
+_UNGUARDED = " while it started (a script that starts ranks needs `if __name__ == '__main__':`)"
+
 
 class SpawnedRanks:
     """Local ranks, one process each.
 
-    Spawned by multiprocessing rather than torch.distributed.elastic: its agent would see a death as soon, but it has no
-    way to send calls or replies, its loop and signal handlers take the main thread, and it names the rank only.
+    Spawned by multiprocessing rather than torch.distributed.elastic: its agent would see a death nearly as soon (it
+    polls every 0.1 s), but has no way to pass calls and replies, and its loop and signal handlers take the main thread.
     """
 
     def __init__(self, worker: str, payload: Any, world_size: int, timeout_s: float) -> None:
@@ -120,17 +122,14 @@ class SpawnedRanks:
             pass
         process = self._processes[rank]
         process.join(_SETTLE_S)
-        code = process.exitcode
-        if code is None:
-            how = "closed its pipe and runs on"
-        else:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code} unasked"
-        # Libraries abort a process whose peers are lost; any other signal came from outside or from its own fault.
-        by_signal = code is not None and code < 0 and -code != signal.SIGABRT
-        return Report("failed", Failure(f"rank {rank} {how}", by_signal=by_signal))
+        return Report("failed", _death(rank, process.exitcode))
 
     def _failed(self, first: Report, sent: dict[int, list[Any]], starting: bool) -> RankError:
-        """Hear the others for a moment, end them, and name the cause: a signal, else the earliest failure."""
+        """Hear the others for a moment, end them, and name the cause: a sudden death, else the earliest failure.
+
+        Peers of a rank that died may report their broken connections before its death is seen; those of a rank that
+        raised cannot, since it reports before it lets go of them.
+        """
         failures = [first]
         until = time.monotonic() + min(_SETTLE_S, self._timeout_s / 4)
         while self._living and (left_s := until - time.monotonic()) > 0:
@@ -140,10 +139,9 @@ class SpawnedRanks:
                 else:
                     sent[rank].append(report.value)
         self._end(self._timeout_s / 2)
-        failures.sort(key=lambda report: (not report.value.by_signal, report.at_s))
+        failures.sort(key=lambda report: (not report.value.sudden, report.at_s))
         cause: Failure = failures[0].value
-        hint = " while the ranks started; a script that starts ranks needs `if __name__ == '__main__':`"
-        error = RankError(cause.sentence + (hint if starting and not cause.trace else ""), sent)
+        error = RankError(cause.sentence + (_UNGUARDED if starting and cause.sudden else ""), sent)
         for failure in (report.value for report in failures):
             error.add_note(f"{failure.sentence}\n{failure.trace}".rstrip())
         self._lost = f"the ranks have ended: {cause.sentence}"
@@ -176,6 +174,16 @@ class SpawnedRanks:
         until = time.monotonic() + timeout_s
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
+
+
+def _death(rank: int, code: int | None) -> Failure:
+    if code is None:
+        return Failure(f"rank {rank} closed its pipe and runs on")
+    if code >= 0:
+        return Failure(f"rank {rank} ended with status {code} unasked", sudden=True)
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+    # Libraries abort a process that lost its peers; any other signal came from outside or from its own fault.
+    return Failure(f"rank {rank} was killed by {name}", sudden=-code != signal.SIGABRT)
 
 
 class PipeWire:

@@ -22,12 +22,14 @@ OnProgress = Callable[[Any], None]
 class RankError(DeepinferError):
     """A rank raised or died; the sentence names it and its error or signal, a note has its traceback.
 
-    `replies[rank]` is what that rank had sent for this call when it ended: progress values, then its reply.
+    `replies[rank]` is what that rank had sent for this call when it ended: progress values, then its reply. `partial`
+    are the tokens of requests that were not reported finished.
     """
 
     def __init__(self, sentence: str, replies: Mapping[int, list[Any]] | None = None) -> None:
         super().__init__(sentence)
         self.replies: dict[int, list[Any]] = dict(replies or {})
+        self.partial: dict[int, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,11 @@ class RankContext:
 
 @dataclass(frozen=True)
 class Failure:
+    """How a rank ended. `sudden`: it had no time to report, and not because a library gave up on lost peers."""
+
     sentence: str
     trace: str = ""
-    by_signal: bool = False
+    sudden: bool = False
 
 
 @dataclass(frozen=True)

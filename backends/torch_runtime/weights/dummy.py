@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.formats import E4M3_MAX, Weight
-from backends.torch_runtime.weights.rank import WHOLE, ModelWeights, RankPart, allocate
-from backends.torch_runtime.weights.schema import Entry, all_layers, ends, layer_entries, prefix, supported
+from backends.torch_runtime.weights.rank import WHOLE, ModelWeights, RankPart, allocate, check_split, of_expert
+from backends.torch_runtime.weights.schema import Entry, all_layers, ends, layer_entries, prefix
 from deepinfer.model.spec import ModelSpec
 
 TABLE_ROWS = 1 << 16
@@ -46,6 +46,7 @@ def dummy_weights(
     `engram_rows` caps the rows of each whole Engram table. Raises UsageError for an unsupported model and for experts
     that do not divide.
     """
+    check_split(model, rank)
     place = torch.device(device)
 
     def build(entry: Entry, start: str) -> Weight:
@@ -56,7 +57,7 @@ def dummy_weights(
         _generate(weight, entry, rank, f"{seed}:{start}{entry.key}")
         return weight
 
-    embed, norm, head = (build(entry, "").data for entry in ends(supported(model)))
+    embed, norm, head = (build(entry, "").data for entry in ends(model))
     layers = tuple(
         {entry.key: build(entry, prefix(model, layer)) for entry in layer_entries(model, layer)}
         for layer in all_layers(model)
@@ -70,8 +71,7 @@ def _generate(weight: Weight, entry: Entry, rank: RankPart, name: str) -> None:
     if entry.placement == "expert":
         for place, number in enumerate(rank.experts(entry.num_experts)):
             _seed(generator, name, number)
-            scale = None if weight.scale is None else weight.scale[place]
-            _draw(Weight(weight.data[place], scale, weight.storage), mean, std, generator)
+            _draw(of_expert(weight, place), mean, std, generator)
     elif entry.placement == "engram":
         _generate_table(weight, rank.engram_rows(entry.rows), std, generator, name)
     else:

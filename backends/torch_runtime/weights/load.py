@@ -12,7 +12,15 @@ from torch import Tensor
 
 from backends.torch_runtime.formats import BLOCK, Weight, WeightStorage
 from backends.torch_runtime.weights.quantize import to_storage
-from backends.torch_runtime.weights.rank import WHOLE, ModelWeights, RankPart, allocate, model_entries
+from backends.torch_runtime.weights.rank import (
+    WHOLE,
+    ModelWeights,
+    RankPart,
+    allocate,
+    check_split,
+    model_entries,
+    of_expert,
+)
 from backends.torch_runtime.weights.schema import (
     SKIPPED_PREFIXES,
     SKIPPED_SUFFIX,
@@ -77,6 +85,7 @@ def _check_architecture(folder: Path) -> None:
 def _assemble(
     source: Source, model: ModelSpec, rank: RankPart, device: torch.device, dtype: torch.dtype, quantize: bool
 ) -> ModelWeights:
+    check_split(model, rank)
     is_quantized = check(source, model)
 
     def build(entry: Entry, start: str) -> Weight:
@@ -119,20 +128,20 @@ def _pieces(entry: Entry, start: str, rank: RankPart) -> Iterator[_Piece]:
 
 def _fill(weight: Weight, piece: _Piece, entry: Entry, source: Source, is_quantized: bool) -> None:
     """Copy a piece into its place, quantising it on the way where the source is plain and the weight is not."""
-    values = weight.data if piece.expert is None else weight.data[piece.expert]
-    scales = weight.scale if weight.scale is None or piece.expert is None else weight.scale[piece.expert]
+    whole = weight if piece.expert is None else of_expert(weight, piece.expert)
     name = piece.name if entry.bare else piece.name + ".weight"
-    if scales is None:
-        _copy(source, name, piece.rows, values[piece.row :])
+    values = whole.data[piece.row :]
+    if whole.scale is None:
+        _copy(source, name, piece.rows, values)
         return
     block = BLOCK if weight.storage == "fp8_block" else 1
-    scales = scales[piece.row // block :]
+    scales = whole.scale[piece.row // block :]
     if is_quantized:
-        _copy(source, name, piece.rows, values[piece.row :])
+        _copy(source, name, piece.rows, values)
         scale_rows = range(piece.rows.start // block, -(-piece.rows.stop // block))
         _copy(source, piece.name + ".scale", scale_rows, scales)
-        return
-    _copy(source, name, piece.rows, values[piece.row :], _quantizing(weight.storage, values[piece.row :], scales))
+    else:
+        _copy(source, name, piece.rows, values, _quantizing(weight.storage, values, scales))
 
 
 Put = Callable[[int, Tensor], None]

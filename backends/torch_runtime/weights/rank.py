@@ -90,6 +90,12 @@ def local_shape(entry: Entry, part: RankPart) -> tuple[int, ...]:
     return (rows, *entry.rest)
 
 
+def check_split(model: ModelSpec, part: RankPart) -> None:
+    """Raise UsageError for an unsupported model, and for experts of any layer that do not divide."""
+    for _, entry in model_entries(model):
+        local_shape(entry, part)
+
+
 def entry_dtype(entry: Entry, dtype: torch.dtype) -> torch.dtype:
     """The dtype of an entry's plain numbers when the runtime's is `dtype`."""
     return torch.float32 if entry.fp32 else dtype
@@ -103,6 +109,11 @@ def allocate(entry: Entry, part: RankPart, storage: WeightStorage, dtype: torch.
         None if scale is None else torch.empty(scale[0], dtype=scale[1], device=device),
         storage,
     )
+
+
+def of_expert(weight: Weight, place: int) -> Weight:
+    """One expert of a stack, as a view."""
+    return Weight(weight.data[place], None if weight.scale is None else weight.scale[place], weight.storage)
 
 
 def model_entries(model: ModelSpec) -> Iterator[tuple[str, Entry]]:
