@@ -170,6 +170,27 @@ class Communicator:
         rows = _all_to_all(peers, _look_up(table, asked), recv_counts, send_counts)
         return _look_up(rows, place)
 
+    def engram_rows_equal(self, ids: Tensor, table: Tensor, total_rows: int) -> Tensor:
+        """The same where all ranks ask for as many rows: every rank looks at everyone's ids and answers those it holds.
+
+        Moves more than is needed, but shapes do not depend on data and nothing waits for the host: a CUDA graph can
+        hold it. Ids must lie within the table.
+        """
+        peers = self.engine
+        if peers.group is None:
+            return _look_up(table, ids)
+        held = split_rows(total_rows, peers.size, peers.place)
+        asked = ids.new_empty(peers.size, ids.numel())
+        dist.all_gather_into_tensor(asked.view(-1), ids.flatten(), group=peers.group)
+        mine = (asked >= held.start) & (asked < held.stop)
+        rows = _row_bytes(_look_up(table, torch.where(mine, asked - held.start, 0)).flatten(0, 1))
+        answers = (rows * mine.flatten()[:, None]).view(peers.size, ids.numel(), -1)
+        received = torch.empty_like(answers)
+        dist.all_to_all_single(received, answers, group=peers.group)
+        # Only its holder answers with anything but zeros.
+        found = received.sum(0, dtype=torch.uint8)
+        return found.view(table.dtype).view(*ids.shape, *table.shape[1:])
+
     def _total_rows(self, local_rows: int) -> int:
         if self._engine_hosts.group is None:
             return local_rows

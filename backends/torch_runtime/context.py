@@ -130,7 +130,7 @@ class StepContext:
     run_first: Tensor | None = None
     gather_every: Gathering | None = None
     gather_kept: Gathering | None = None
-    exchange_rows: int = 0
+    equal_exchange: bool = False
     wants_logprobs: bool = False
     drafting: RowView | None = None
     draft_slots: Tensor | None = None

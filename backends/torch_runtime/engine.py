@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,11 +38,14 @@ class Delivery(NamedTuple):
 
 
 class CollectedStep(NamedTuple):
-    """A step as it was collected: when, what it computed, and the tokens it kept."""
+    """A step as it was collected: when, what it computed, the tokens it kept, and how long its device had waited for it
+    since the step before (NaN where that is not measured).
+    """
 
     at_s: float
     step: SubmittedStep
     kept: int
+    idle_s: float = math.nan
 
 
 class _Ticket(NamedTuple):
@@ -125,6 +129,7 @@ class RankEngine:
         self.deliveries: list[Delivery] = []
         self.steps: list[CollectedStep] = []
         self._busy_until_s = 0.0
+        self._last_end: torch.cuda.Event | None = None
         scheduler = Scheduler(self._deployment.scheduler_config())
         self._start = time.perf_counter()
         core = run_engine([scheduler], self._deployment.settings.async_scheduling)
@@ -274,12 +279,19 @@ class RankEngine:
         """A step begins on the device when it was submitted, or when the one before it ended."""
         seconds = ended_s - max(ticket.started_s, self._busy_until_s)
         self._busy_until_s = ended_s
+        assert ticket.outputs is not None
+        idle_s = math.nan
+        if ticket.outputs.device_s is not None:
+            seconds = ticket.outputs.device_s
+            if self._last_end is not None and ticket.outputs.begin is not None:
+                idle_s = self._last_end.elapsed_time(ticket.outputs.begin) / 1e3
+            self._last_end = ticket.outputs.end
         plan = ticket.plan
         decodes = len(plan.decode) if plan is not None else 0
         rows = sum(chunk.rows for chunk in plan.prefill) if plan is not None else 0
         context = int(plan.decode.contexts.sum()) if plan is not None and decodes else 0
         step = SubmittedStep(seconds, ended_s, decodes, decodes * self._rows, rows, context)
-        self.steps.append(CollectedStep(ended_s, step, kept))
+        self.steps.append(CollectedStep(ended_s, step, kept, idle_s))
 
     def _note_logprobs(self, ticket: _Ticket, result: HostResult) -> None:
         assert result.logprobs is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from backends.torch_runtime.context import RankContext
 from backends.torch_runtime.executor import Executor
@@ -29,6 +30,7 @@ class EagerLauncher:
 
     def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
         """See `StepLauncher`."""
+        begin = _event_now(self._rank)
         on_device = self._builder.to_device(np.asarray(slots))
         step = (
             self._builder.decode(on_device, max_context)
@@ -37,4 +39,12 @@ class EagerLauncher:
         )
         step.wants_logprobs = wants_logprobs
         self._executor.run(step)
-        return Outputs(step.outputs)
+        return Outputs(step.outputs, begin)
+
+
+def _event_now(rank: RankContext) -> torch.cuda.Event | None:
+    if rank.state.device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

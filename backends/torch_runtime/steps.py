@@ -163,20 +163,33 @@ class HostResult(NamedTuple):
 
 
 class Outputs:
-    """The outputs of a step on their way to the host."""
+    """The outputs of a step on their way to the host. `begin` was recorded on the device before the step."""
 
-    def __init__(self, outputs: Mapping[str, Tensor]) -> None:
-        names = ("tokens", "kept", "first")
-        self._host = {name: outputs[name].to("cpu", non_blocking=True) for name in names}
+    def __init__(self, outputs: Mapping[str, Tensor], begin: torch.cuda.Event | None = None) -> None:
+        self._host = {name: _on_its_way(outputs[name]) for name in ("tokens", "kept", "first")}
         self._logprobs = outputs.get("logprobs")
-        on_gpu = outputs["tokens"].is_cuda
-        self._event = torch.cuda.Event() if on_gpu else None
-        if self._event is not None:
-            self._event.record()
+        self.begin, self.end = begin, None
+        if outputs["tokens"].is_cuda:
+            self.end = torch.cuda.Event(enable_timing=True)
+            self.end.record()
 
     def wait(self) -> HostResult:
         """Wait for the step to end."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self.end is not None:
+            self.end.synchronize()
         arrays = (self._host[name].numpy() for name in ("tokens", "kept", "first"))
         return HostResult(*arrays, self._logprobs)
+
+    @property
+    def device_s(self) -> float | None:
+        """Seconds of the step on the device, once it has ended; None where that is not measured."""
+        if self.begin is None or self.end is None:
+            return None
+        return self.begin.elapsed_time(self.end) / 1e3
+
+
+def _on_its_way(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x
+    # Pinned, or the copy would wait for the device.
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)

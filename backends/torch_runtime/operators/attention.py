@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.context import Call
-from backends.torch_runtime.formats import encode_record
 from backends.torch_runtime.rows import RowArrays, entry_places, visible_entries
 from backends.torch_runtime.views import EntryView
 
 
 class Latent(NamedTuple):
-    """Global entries that the rows complete, before rotation [m, dim]; a row that completes none has no use of its."""
+    """Global entries that the rows complete, `raw` and normalised [m, dim]; a row that completes none has no use of its."""
 
+    raw: Tensor
     entries: Tensor
 
 
@@ -35,7 +35,7 @@ def compressor(call: Call, attn_in: Tensor) -> Latent:
         value = k.linear_fp32(attn_in, w["attn.compressor.wkv"])
         gate = k.linear_fp32(attn_in, w["attn.compressor.wgate"])
         pooled = _pooled(call, torch.stack((value, gate), 1)).to(call.rank.dtype)
-    return Latent(k.rms_norm(pooled, w["attn.compressor.norm"].data, eps))
+    return Latent(pooled, k.rms_norm(pooled, w["attn.compressor.norm"].data, eps))
 
 
 def _pooled(call: Call, parts: Tensor) -> Tensor:
@@ -71,20 +71,19 @@ def _keep_tail(rows: RowArrays, parts: Tensor, flat: Tensor, length: int, nobody
 
 
 def index_keys(call: Call, latent: Latent) -> Tensor:
-    """Index keys of the entries, normalised, before rotation: [m, dim]."""
-    projected = call.kernels.linear(latent.entries, call.weights["attn.indexer.wk"])
-    norm = call.weights["attn.indexer.k_norm"].data
-    return call.kernels.rms_norm(projected, norm, call.rank.numerics.rms_norm_eps)
+    """Index keys of the entries, before their norm: [m, dim]."""
+    return call.kernels.linear(latent.entries, call.weights["attn.indexer.wk"])
 
 
 def store_global_kv(call: Call, latent: Latent, index_k: Tensor) -> GlobalRecords | None:
     """Rotate entries and keys to the first position they stand for, and store them as records."""
-    rank, ratio, rows = call.rank, call.attention.ratio, call.step.every
+    rank, ratio, rows, w = call.rank, call.attention.ratio, call.step.every, call.weights
     cos, sin = (table[(rows.local.pos // ratio * ratio).long()] for table in rank.rotary[True])
-    entries = call.kernels.rope(latent.entries, cos, sin)
-    keys = call.kernels.rope(index_k, cos, sin)
-    storage = rank.state.shape.storage
-    records = GlobalRecords(encode_record(entries, storage, "main"), encode_record(keys, storage, "index"))
+    storage, eps, encode = rank.state.shape.storage, rank.numerics.rms_norm_eps, call.kernels.norm_rope_encode
+    records = GlobalRecords(
+        encode(latent.raw, w["attn.compressor.norm"].data, eps, cos, sin, storage, "main"),
+        encode(index_k, w["attn.indexer.k_norm"].data, eps, cos, sin, storage, "index"),
+    )
     if rank.layout.cp > 1:
         return records
     _write_global(call, records)

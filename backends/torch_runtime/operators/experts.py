@@ -98,15 +98,12 @@ def _exchange(call: Call, owner: Tensor) -> Exchange:
     comm, m = call.rank.comm, owner.shape[0]
     ranks = torch.arange(comm.expert.size, device=owner.device)
     wanted = (owner[:, :, None] == ranks).any(1)
-    capacity = call.step.exchange_rows
-    if capacity:
-        # Decode steps: a place for every row at every rank, so that nothing depends on the choices.
+    if call.step.equal_exchange:
+        # A place for every row at every rank, so that nothing depends on the choices.
         rows = torch.arange(m, device=owner.device)
-        padded = torch.nn.functional.pad(rows, (0, capacity - m), value=-1)
-        fits = torch.nn.functional.pad(wanted, (0, 0, 0, capacity - m)).T
-        source = torch.where(fits, padded, -1).flatten()
-        slot = torch.where(wanted, ranks * capacity + rows[:, None], -1)
-        return Exchange(source, slot.int(), [capacity] * comm.expert.size, [capacity] * comm.expert.size, True)
+        source = torch.where(wanted.T, rows, -1).flatten()
+        slot = torch.where(wanted, ranks * m + rows[:, None], -1)
+        return Exchange(source, slot.int(), [m] * comm.expert.size, [m] * comm.expert.size, True)
     sent = wanted.sum(0)
     received = comm.all_to_all_rows(sent[:, None], [1] * comm.expert.size, [1] * comm.expert.size)[:, 0]
     by_rank = wanted.T.flatten()

@@ -32,8 +32,9 @@ def engram_lookup(call: Call, token_ids: Any) -> Tensor:
     assert call.spec.engram is not None
     total = min(call.spec.engram.num_rows, rank.engram_rows or call.spec.engram.num_rows)
     ids = ngram_rows(call, ngrams) % total
-    values = rank.comm.engram_rows(ids, table.data, total)
-    scales = None if table.scale is None else rank.comm.engram_rows(ids, table.scale, total)
+    look_up = rank.comm.engram_rows_equal if call.step.equal_exchange else rank.comm.engram_rows
+    values = look_up(ids, table.data, total)
+    scales = None if table.scale is None else look_up(ids, table.scale, total)
     return Weight(values, scales, table.storage).dequantized(rank.dtype).flatten(1)
 
 
