@@ -23,8 +23,8 @@ from backends.torch_runtime.reference.elementwise import NUM_STREAMS, Streams
 ROWS = 32
 CHUNK = 128
 """Columns of every stream that a program of the first kernel covers."""
-TILE = {torch.bfloat16: 32, torch.float32: 16}
-"""Columns in registers at a time; more of them spill."""
+TILE = 16
+"""Columns of every stream in registers at a time: a sector of BF16; with 32, fewer programs fit a multiprocessor."""
 SHARES = 32
 """FP32 numbers a tile leaves per row: 24 dot products, the squares of streams and of the collapsed row, padding."""
 
@@ -277,7 +277,7 @@ def _walk(
             COLLAPSE=collapse,
             ROWS=ROWS,
             CHUNK=CHUNK,
-            TILE=TILE[x.dtype],
+            TILE=TILE,
             SHARES=SHARES,
             num_warps=4,
             num_stages=2,
