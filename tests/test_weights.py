@@ -46,9 +46,6 @@ from deepinfer.model.hf import load_model  # noqa: E402
 from deepinfer.model.parameters import parameters  # noqa: E402
 from deepinfer.model.spec import ModelSpec  # noqa: E402
 
-# torch 2.13 warns inside ldexp of a tensor without dimensions, which formats.e8m0 uses.
-pytestmark = pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
-
 Tensors = dict[str, "torch.Tensor"]
 MODEL = tiny.tiny_model()
 
