@@ -9,7 +9,7 @@ from backends.cuda.kernels import kernel_table
 from backends.torch_runtime.context import RankContext
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.kernels import KernelTable
-from backends.torch_runtime.launcher import StepLauncher
+from backends.torch_runtime.launcher import EagerLauncher, StepLauncher
 from backends.torch_runtime.runner import TorchRunner
 from backends.torch_runtime.steps import StepBuilder
 from deepinfer.engine.deployment import Deployment
@@ -23,7 +23,11 @@ OLDEST_CAPABILITY = (9, 0)
 
 
 class Gpu:
-    """A CUDA device: BF16 activations, Triton kernels, captured decode steps."""
+    """A CUDA device: BF16 activations, Triton kernels, captured decode steps.
+
+    FP32 activations are the test mode: reference kernels in FP32, operator by operator, so that layouts can be compared
+    token by token.
+    """
 
     dtype = torch.bfloat16
 
@@ -35,14 +39,16 @@ class Gpu:
         torch.backends.cuda.matmul.allow_tf32 = False
         return device
 
-    def kernels(self) -> KernelTable:
-        """Triton where it pays."""
-        return kernel_table()
+    def kernels(self, dtype: torch.dtype) -> KernelTable:
+        """Triton where it pays; the reference in the test mode."""
+        return KernelTable() if dtype == torch.float32 else kernel_table()
 
     def launcher(
         self, rank: RankContext, executor: Executor, builder: StepBuilder, deployment: Deployment
     ) -> StepLauncher:
         """Captured graphs for steps that only decode."""
+        if rank.dtype == torch.float32:
+            return EagerLauncher(rank, executor, builder)
         return GraphLauncher(rank, executor, builder, deployment.settings.graph_rows)
 
 

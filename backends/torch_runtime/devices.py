@@ -24,8 +24,8 @@ class DeviceKind(Protocol):
         """The device of the rank that is the `index`-th on its host, made current."""
         ...
 
-    def kernels(self) -> KernelTable:
-        """The best kernel for every purpose."""
+    def kernels(self, dtype: torch.dtype) -> KernelTable:
+        """The best kernels for activations of a dtype."""
         ...
 
     def launcher(

@@ -105,7 +105,7 @@ class _Rank:
             deployment,
             weights,
             comm,
-            kind.kernels(),
+            kind.kernels(dtype),
             dtype,
             source.max_model_len,
             _token_map(deployment, source),

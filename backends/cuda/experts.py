@@ -1,0 +1,240 @@
+"""The routed experts in Triton: gate and up with SwiGLU, down, and the sum per row.
+
+Two products over tiles of (expert, tokens): the host knows only how many pairs there can be, so a program finds the
+expert of its tile in `Pairs.offsets` and programs beyond the last tile end at once. Semantics in
+`backends.torch_runtime.reference.gemm`; the activation stays FP32 between SwiGLU and its rounding to FP8.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backends.cuda.tiles import (
+    BLOCK_SCALED,
+    SPAN,
+    Tiling,
+    empty_activations,
+    fitted,
+    fp8_scale,
+    loaded_rows,
+    ordered_place,
+    path_of,
+    product,
+    round_activations,
+    rounded_e4m3,
+    stored_words,
+)
+from backends.torch_runtime.formats import Weight
+from backends.torch_runtime.reference.gemm import Pairs
+from deepinfer.errors import UsageError
+
+EXPERT_TILINGS = (
+    (16, Tiling(tokens=16, weights=128, warps=4, stages=4)),
+    (64, Tiling(tokens=64, weights=128, warps=4, stages=3)),
+    (None, Tiling(tokens=128, weights=128, warps=8, stages=4)),
+)
+"""Tiles by the most pairs per expert that they are for; the last for any number."""
+
+
+@triton.jit
+def _silu_times(gate, up, limit):
+    gate = tl.minimum(gate, limit)
+    return gate / (1.0 + tl.exp(-gate)) * tl.minimum(tl.maximum(up, -limit), limit)
+
+
+@triton.jit
+def _find_tile(offsets, tile, count, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """Expert of a tile of tokens, its first pair and the expert's last + 1; the expert is `count` beyond the tiles."""
+    lane = tl.arange(0, EXPERTS)
+    begin = tl.load(offsets + lane, mask=lane < count, other=0)
+    end = tl.load(offsets + lane + 1, mask=lane < count, other=0)
+    tiles = (end - begin + TOKENS - 1) // TOKENS
+    after = tl.cumsum(tiles, 0)
+    expert = tl.sum(((after <= tile) & (lane < count)).to(tl.int32), 0)
+    own = lane == expert
+    first = tl.sum(tl.where(own, begin + (tile - after + tiles) * TOKENS, 0), 0)
+    return expert, first, tl.sum(tl.where(own, end, 0), 0)
+
+
+@triton.jit(do_not_specialize=["count", "topk"])
+def _gate_up_kernel(
+    x, x_scale, w, w_scale, out, out_scale, row, slot, offsets, weights, h, f, count, topk, limit,
+    TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
+    EXPERTS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = WEIGHTS // 2
+    tiles = tl.cdiv(f, HALF)
+    program = tl.program_id(0)
+    expert, first, end = _find_tile(offsets, program // tiles, count, TOKENS, EXPERTS)
+    if expert < count:
+        pair = first + tl.arange(0, TOKENS)
+        inside = pair < end
+        token = tl.load(row + pair, mask=inside, other=0)
+        weight = tl.load(weights + token * topk + tl.load(slot + pair, mask=inside, other=0), mask=inside, other=0.0)
+        tile_row = loaded_rows(WEIGHTS, WARPS, PATH)
+        local = program % tiles * HALF + tile_row % HALF
+        w_row = (expert * 2 + tile_row // HALF).to(tl.int64) * f + local
+        acc = product(
+            x, x_scale, token.to(tl.int64), h, 0, inside, w, w_scale, w_row, local < f, h, 0, h // 128,
+            TOKENS, WEIGHTS, WARPS, STAGES, SPANS, 1, True, PATH,
+        )  # fmt: skip
+        gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
+        active = tl.reshape(_silu_times(gate, up, limit) * weight[None, :], [HALF // 32, 32, TOKENS])
+        code, reciprocal = fp8_scale(tl.max(tl.abs(active), 1))
+        rounded = rounded_e4m3(active * reciprocal[:, None, :])
+
+        column = program % tiles * HALF + tl.arange(0, HALF)
+        at = pair.to(tl.int64)[None, :] * f
+        mask = (column < f)[:, None] & inside[None, :]
+        if PATH == BLOCK_SCALED:
+            group = program % tiles * (HALF // 32) + tl.arange(0, HALF // 32)[:, None]
+            tl.store(out + at + column[:, None], tl.reshape(rounded, [HALF, TOKENS]).to(tl.float8e4nv), mask=mask)
+            tl.store(out_scale + at // 32 + group, code.to(tl.uint8), mask=(group * 32 < f) & inside[None, :])
+        else:
+            value = rounded * (code << 23).to(tl.float32, bitcast=True)[:, None, :]
+            place = column // 128 * 128 + ordered_place(column % 128, True)
+            tl.store(out + at + place[:, None], tl.reshape(value, [HALF, TOKENS]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _down_kernel(
+    x, x_scale, w, w_scale, y, offsets, h, f, count,
+    TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
+    EXPERTS: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(h, WEIGHTS)
+    program = tl.program_id(0)
+    expert, first, end = _find_tile(offsets, program // tiles, count, TOKENS, EXPERTS)
+    if expert < count:
+        pair = first + tl.arange(0, TOKENS)
+        inside = pair < end
+        local = program % tiles * WEIGHTS + loaded_rows(WEIGHTS, WARPS, PATH)
+        acc = product(
+            x, x_scale, pair.to(tl.int64), f, 0, inside,
+            w, w_scale, expert.to(tl.int64) * h + local, local < h, f, 0, f // 128,
+            TOKENS, WEIGHTS, WARPS, STAGES, SPANS, 1, True, PATH,
+        )  # fmt: skip
+        column = program % tiles * WEIGHTS + tl.arange(0, WEIGHTS)
+        at = y + pair.to(tl.int64)[None, :] * h + column[:, None]
+        tl.store(at, acc.to(y.dtype.element_ty), mask=(column < h)[:, None] & inside[None, :])
+
+
+def grouped_experts(
+    x: Tensor,
+    weights: Tensor,
+    pairs: Pairs,
+    w13: Weight,
+    w2: Weight,
+    limit: float,
+    *,
+    expected: int | None = None,
+    tilings: tuple[Tiling, Tiling] | None = None,
+) -> Tensor:
+    """Each pair's expert applied to its row of x [m, h]: [p, h] in x.dtype; see the reference.
+
+    Rows of unused pairs hold anything. `expected` is how many pairs are likely to be used, all unless told: it
+    chooses the tiles, as `tilings` (of gate and up, and of down) does by name. Raises UsageError for weights that are
+    not MXFP4 or whose widths are no multiples of 128.
+    """
+    h, f, count = x.shape[-1], w2.data.shape[-1] * 2, w2.data.shape[0]
+    if w13.storage != "mxfp4" or w2.storage != "mxfp4" or h % SPAN or f % SPAN:
+        raise UsageError(
+            f"the CUDA experts take MXFP4 weights with widths that are multiples of {SPAN}, "
+            f"not {w13.storage} {h} and {w2.storage} {f}"
+        )
+    p = len(pairs.row)
+    y = torch.empty(p, h, dtype=x.dtype, device=x.device)
+    if not p:
+        return y
+    path, experts = path_of(x.device), triton.next_power_of_2(count)
+    usual = tilings or tilings_for((p if expected is None else expected) / count)
+    gate_up, down = fitted(usual[0], path, h), fitted(usual[1], path, f)
+    active = empty_activations((p, f), x.device)
+    _gate_up_kernel[_grid(p, count, f, gate_up.tokens, gate_up.weights // 2)](
+        *round_activations(x, fp4=True),
+        *stored_words(w13, gate_up.spans),
+        *active,
+        pairs.row,
+        pairs.slot,
+        pairs.offsets,
+        weights,
+        h,
+        f,
+        count,
+        weights.shape[-1],
+        limit,
+        EXPERTS=experts,
+        PATH=path,
+        **gate_up.options,
+    )
+    _down_kernel[_grid(p, count, h, down.tokens, down.weights)](
+        *active,
+        *stored_words(w2, down.spans),
+        y,
+        pairs.offsets,
+        h,
+        f,
+        count,
+        EXPERTS=experts,
+        PATH=path,
+        **down.options,
+    )
+    return y
+
+
+def tilings_for(pairs_per_expert: float) -> tuple[Tiling, Tiling]:
+    """Tiles of gate and up, and of down."""
+    tiling = next(tiling for most, tiling in EXPERT_TILINGS if most is None or pairs_per_expert <= most)
+    return tiling, tiling
+
+
+def _grid(pairs: int, experts: int, columns: int, tokens: int, weights: int) -> tuple[int]:
+    """Tiles of tokens that any split of the pairs over the experts can need, times tiles of columns."""
+    return ((pairs // tokens + min(pairs, experts)) * triton.cdiv(columns, weights),)
+
+
+@triton.jit
+def _sum_kernel(y, position, out, h, TOPK: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOPK):
+        place = tl.load(position + row * TOPK + choice).to(tl.int64)
+        width = tl.where(place >= 0, h, 0)
+        total += tl.load(y + place * h + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + row * h + column, total.to(out.dtype.element_ty), mask=column < h)
+
+
+def sum_pairs(y: Tensor, position: Tensor) -> Tensor:
+    """What the pairs of each row [m, topk] add up to, in order of choice: [m, h]; see the reference."""
+    (m, topk), h = position.shape, y.shape[-1]
+    out = torch.empty(m, h, dtype=y.dtype, device=y.device)
+    if m:
+        _sum_kernel[(m, triton.cdiv(h, 1024))](y, position, out, h, TOPK=topk, BLOCK=1024, num_warps=4)
+    return out
+
+
+@triton.jit
+def _swiglu_kernel(gate_up, out, f, limit, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = gate_up + row * 2 * f + column
+    gate = tl.load(at, mask=column < f, other=0.0).to(tl.float32)
+    up = tl.load(at + f, mask=column < f, other=0.0).to(tl.float32)
+    tl.store(out + row * f + column, _silu_times(gate, up, limit).to(out.dtype.element_ty), mask=column < f)
+
+
+def swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """silu(gate) x up of [m, 2 f], gate first, both clamped: [m, f]; see the reference."""
+    m, f = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty(m, f, dtype=gate_up.dtype, device=gate_up.device)
+    if m:
+        _swiglu_kernel[(m, triton.cdiv(f, 1024))](gate_up.contiguous(), out, f, limit, BLOCK=1024, num_warps=4)
+    return out

@@ -1,0 +1,353 @@
+"""The tile of a product with quantised weights, in Triton: what `linear` and the experts are made of.
+
+Weights are the M side of the product and tokens the N side, so that few tokens waste little of the tensor cores.
+Two ways, chosen by the device:
+
+* `WIDEN` (Hopper): E4M3 and E2M1 values times a power of two are exact BF16 values, so weights are widened to BF16 in
+  registers and multiplied by wgmma with FP32 accumulation: the exact product. Scales carry a factor 2^-64 that the
+  end takes off again, so that widening is one multiplication of a pair: weights are exact for scales from 2^-62 to
+  2^64, and products far beyond the range of a model.
+* `BLOCK_SCALED` (Blackwell): `tl.dot_scaled`, the block-scaled MMA of tcgen05 on the stored values and scales.
+
+A thread of a wgmma owns scattered columns of the weight operand. Which columns of the product stand there is free as
+long as activations have the same order, so activations are stored in the order that lets a thread load 16 bytes of a
+weight's row and use them where they are; rows are permuted likewise. `activation order` names it: column
+k of each 128 goes to the place that `ordered_place` tells.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backends.torch_runtime.formats import BLOCK, Weight
+
+SPAN = 128
+"""Columns of a step of the product; widths must be multiples of it."""
+
+WIDEN = tl.constexpr(0)
+BLOCK_SCALED = tl.constexpr(1)
+PORTABLE = tl.constexpr(2)
+"""WIDEN in FP32 without PTX, for the interpreter, which knows no arithmetic in BF16."""
+
+_HALVES = tl.constexpr(-0x7FFF8000)
+"""The sign bits of two BF16 values in a word, 0x80008000."""
+_OFFSET = tl.constexpr(2.0**64)
+_E4M3_MAX = tl.constexpr(448.0)
+_SMALLEST_AMAX = tl.constexpr(1e-4)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tokens and weight rows of a tile, warps of a program, steps in flight, columns of a step in units of 128."""
+
+    tokens: int
+    weights: int
+    warps: int
+    stages: int
+    spans: int = 1
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Launch arguments of a kernel that is built of these tiles."""
+        return {
+            "SPANS": self.spans,
+            "TOKENS": self.tokens,
+            "WEIGHTS": self.weights,
+            "WARPS": self.warps,
+            "STAGES": self.stages,
+            "num_warps": self.warps,
+            "enable_fp_fusion": True,
+        }
+
+
+def fitted(tiling: Tiling, path: int, width: int) -> Tiling:
+    """The tiling that a way of multiplying can use: block-scaled MMA takes 128 rows of weights, steps are whole."""
+    if path == BLOCK_SCALED.value:
+        return replace(tiling, weights=max(tiling.weights, 128), spans=1)
+    return tiling if width % (SPAN * tiling.spans) == 0 else replace(tiling, spans=1)
+
+
+@functools.cache
+def path_of(device: torch.device) -> int:
+    """The way of multiplying on a device; the interpreter's on a CPU."""
+    if device.type != "cuda":
+        return int(PORTABLE.value)
+    return int((BLOCK_SCALED if torch.cuda.get_device_capability(device)[0] == 10 else WIDEN).value)
+
+
+@triton.jit
+def fp8_scale(amax):
+    """UE8M0 code of 2^ceil(log2(amax / 448)) and that power's reciprocal, as `formats.quantize_fp8` has them."""
+    bits = (tl.maximum(amax, _SMALLEST_AMAX) * (1.0 / _E4M3_MAX)).to(tl.int32, bitcast=True)
+    code = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+    return code, ((254 - code) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded_e4m3(value):
+    """FP32 rounded to the nearest E4M3 value, ties to even, saturating; still FP32.
+
+    Adding and subtracting 1.5 x 2^23 units in the last place of E4M3 leaves the rounding to the adder.
+    """
+    value = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX)
+    exponent = tl.maximum(value.to(tl.int32, bitcast=True) >> 23 & 255, 127 - 6)
+    magic = (exponent + 20 << 23 | 0x400000).to(tl.float32, bitcast=True)
+    return (value + magic) - magic
+
+
+@triton.jit
+def ordered_place(column, FP4: tl.constexpr):
+    """Where a column of 128 stands in the activation order of a weight format; the inverse of `_in_order`."""
+    if FP4:
+        place = column // 8 % 4 * 32 + column % 4 * 8 + column // 32 * 2 + column // 4 % 2
+    else:
+        place = column // 64 * 64 + column // 4 % 4 * 16 + column % 2 * 8 + column // 16 % 4 * 2 + column // 2 % 2
+    return place
+
+
+@triton.jit
+def _in_order(value, FP4: tl.constexpr):
+    """Columns of value [b, 128] in activation order."""
+    B: tl.constexpr = value.shape[0]
+    if FP4:
+        value = tl.permute(tl.reshape(value, [B, 4, 4, 2, 4]), [0, 2, 4, 1, 3])
+    else:
+        value = tl.permute(tl.reshape(value, [B, 2, 4, 4, 2, 2]), [0, 1, 3, 5, 2, 4])
+    return tl.reshape(value, [B, 128])
+
+
+@triton.jit(do_not_specialize=["spans", "num_counters"])
+def _round_kernel(
+    x, out, out_scale, counters, spans, num_counters, PATH: tl.constexpr, FP4: tl.constexpr, SPANS: tl.constexpr
+):
+    for start in range(tl.program_id(0) * 256, num_counters, tl.num_programs(0) * 256):
+        lane = start + tl.arange(0, 256)
+        tl.store(counters + lane, 0, mask=lane < num_counters)
+    span = tl.program_id(0).to(tl.int64) * SPANS + tl.arange(0, SPANS)
+    at = span[:, None] * 128 + tl.arange(0, 128)[None, :]
+    inside = (span < spans)[:, None]
+    value = tl.reshape(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), [SPANS, 4, 32])
+    code, reciprocal = fp8_scale(tl.max(tl.abs(value), 2))
+    rounded = rounded_e4m3(value * reciprocal[:, :, None])
+    if PATH == BLOCK_SCALED:
+        tl.store(out + at, tl.reshape(rounded, [SPANS, 128]).to(tl.float8e4nv), mask=inside)
+        tl.store(out_scale + span[:, None] * 4 + tl.arange(0, 4)[None, :], code.to(tl.uint8), mask=inside)
+    else:
+        value = tl.reshape(rounded * (code << 23).to(tl.float32, bitcast=True)[:, :, None], [SPANS, 128])
+        tl.store(out + at, _in_order(value.to(out.dtype.element_ty), FP4), mask=inside)
+
+
+def empty_activations(shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for rounded activations [..., k]: BF16 in activation order, or E4M3 with UE8M0 bytes [..., k/32].
+
+    Where scales are part of the values, the second tensor is a placeholder of one byte.
+    """
+    path = path_of(device)
+    if path == BLOCK_SCALED.value:
+        scale = torch.empty(*shape[:-1], shape[-1] // BLOCK, dtype=torch.uint8, device=device)
+        return torch.empty(shape, dtype=torch.float8_e4m3fn, device=device), scale
+    dtype = torch.float32 if path == PORTABLE.value else torch.bfloat16
+    return torch.empty(shape, dtype=dtype, device=device), torch.empty(1, dtype=torch.uint8, device=device)
+
+
+def round_activations(x: Tensor, fp4: bool, counters: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`formats.quantize_fp8` of x [..., k] as the product with E2M1 (or E4M3) weights reads it; k a multiple of 128.
+
+    Sets int32 counters to zero on the way: the product that follows needs them so, and it saves a launch.
+    """
+    out, scale = empty_activations(tuple(x.shape), x.device)
+    spans = x.numel() // SPAN
+    if spans:
+        grid = (triton.cdiv(spans, 8),)
+        path = path_of(x.device)
+        _round_kernel[grid](
+            x.contiguous(),
+            out,
+            scale,
+            scale if counters is None else counters,
+            spans,
+            0 if counters is None else counters.numel(),
+            PATH=path,
+            FP4=fp4,
+            SPANS=8,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out, scale
+
+
+def stored_words(weight: Weight, spans: int) -> tuple[Tensor, Tensor]:
+    """A weight's values and scales as the product loads them: bytes, or int32 with the scales of a step in a word."""
+    assert weight.scale is not None
+    data, scale = weight.data.view(torch.uint8), weight.scale.view(torch.uint8)
+    if path_of(data.device) == BLOCK_SCALED.value:
+        return data, scale
+    return data.view(torch.int32), scale.view(torch.int32 if spans == 1 else torch.int64)
+
+
+@triton.jit
+def loaded_rows(WEIGHTS: tl.constexpr, WARPS: tl.constexpr, PATH: tl.constexpr):
+    """Which row of a tile each loaded row is: the order in which a warp's rows of a wgmma are next to each other."""
+    row = tl.arange(0, WEIGHTS)
+    if PATH == BLOCK_SCALED:
+        return row
+    return row // (16 * WARPS) * (16 * WARPS) + row // 8 % WARPS * 16 + row // (8 * WARPS) % 2 * 8 + row % 8
+
+
+@triton.jit
+def _bf16_pair(word, PIECE: tl.constexpr, FP4: tl.constexpr):
+    """Two of a word's values 16 bits apart as BF16, too small by the difference of the exponents' biases.
+
+    Sign, exponent and mantissa keep their order in both formats: a shift for the sign and one for the rest. Subnormal
+    values become subnormal ones.
+    """
+    if FP4:
+        sign = word << 12 - 4 * PIECE
+        rest = word << 6 - 4 * PIECE if PIECE < 2 else word >> 4 * PIECE - 6
+        pair = (sign & _HALVES) | (rest & 0x01C001C0)
+    else:
+        sign = word << 8 - 8 * PIECE
+        rest = word << 4 if PIECE == 0 else word >> 4
+        pair = (sign & _HALVES) | (rest & 0x07F007F0)
+    return pair
+
+
+@triton.jit
+def _scaled_pair(word, scale, PIECE: tl.constexpr, FP4: tl.constexpr, PATH: tl.constexpr):
+    """The pair times the scale's BF16 pair: [..., 2]."""
+    pair = _bf16_pair(word, PIECE, FP4)
+    if PATH == PORTABLE:
+        factor = (scale << 16).to(tl.float32, bitcast=True)
+        low = (pair << 16).to(tl.float32, bitcast=True) * factor
+        high = (pair & -65536).to(tl.float32, bitcast=True) * factor
+    else:
+        pair = tl.inline_asm_elementwise(
+            "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }",
+            "=r,r,r",
+            [pair, scale],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        low = pair.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = (pair >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _widened(word, scale, WARPS: tl.constexpr, FP4: tl.constexpr, PATH: tl.constexpr):
+    """Loaded words [weights, 16, halves] and scale words [weights] of 128 columns as BF16 [weights, 128], in order.
+
+    A thread's four words are 32 values of E2M1, one scale's, or 16 of E4M3, half a scale's.
+    """
+    N: tl.constexpr = word.shape[0]
+    H: tl.constexpr = word.shape[2]
+    GROUPS: tl.constexpr = N // (16 * WARPS)
+    quarter = tl.arange(0, 4)[None, :, None, None]
+    group = quarter if FP4 else quarter // 2 + 2 * tl.arange(0, H)[None, None, None, :]
+    exponent = (scale[:, None, None, None] >> 8 * group) & 255
+    factor = (exponent + (62 if FP4 else 56)) << 7
+    if PATH != PORTABLE:
+        factor = factor * 0x10001
+    factor, word = tl.broadcast(factor, tl.reshape(word, [N, 4, 4, H]))
+    first = _scaled_pair(word, factor, 0, FP4, PATH)
+    second = _scaled_pair(word, factor, 1, FP4, PATH)
+    if FP4:
+        third = _scaled_pair(word, factor, 2, FP4, PATH)
+        fourth = _scaled_pair(word, factor, 3, FP4, PATH)
+        pieces = tl.join(tl.join(first, third), tl.join(second, fourth))
+    else:
+        pieces = tl.join(first, second)
+    PIECES: tl.constexpr = 4 if FP4 else 2
+    # group, half of 16 rows, warp, row of 8, quarter, word, half, value of the pair, piece
+    pieces = tl.reshape(pieces, [GROUPS, 2, WARPS, 8, 4, 4, H, 2, PIECES])
+    return tl.reshape(tl.permute(pieces, [0, 2, 1, 3, 6, 5, 8, 4, 7]), [N, 128])
+
+
+@triton.jit
+def _widening_product(
+    acc, x_at, x_inside, w, w_scale, w_row, w_inside, width, begin, end,
+    WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    FP4: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = acc.shape[0]
+    WORDS: tl.constexpr = 16 if FP4 else 32
+    w_at = w + w_row[:, None] * (width // 128 * WORDS) + begin * WORDS + tl.arange(0, 16)[None, :]
+    scale_at = w_scale + w_row // SCALE_ROWS * (width // (128 * SPANS)) + begin // SPANS
+    x_at += begin * 128
+    for _ in tl.range(begin, end, SPANS, num_stages=STAGES):
+        scales = tl.load(scale_at, mask=w_inside, other=0)
+        for span in tl.static_range(SPANS):
+            word = tl.load(w_at + span * WORDS, mask=w_inside[:, None], other=0)
+            if FP4:
+                word = tl.reshape(word, [N, 16, 1])
+            else:
+                word = tl.join(word, tl.load(w_at + span * WORDS + 16, mask=w_inside[:, None], other=0))
+            scale = (scales >> 32 * span).to(tl.int32)
+            tokens = tl.load(x_at + span * 128, mask=x_inside[:, None], other=0.0)
+            acc = tl.dot(_widened(word, scale, WARPS, FP4, PATH), tl.trans(tokens), acc, input_precision="ieee")
+        w_at += SPANS * WORDS
+        scale_at += 1
+        x_at += SPANS * 128
+    return acc * _OFFSET
+
+
+@triton.jit
+def _block_scaled_product(
+    acc, x_at, x_scale_at, x_inside, w, w_scale, w_row, w_inside, width, begin, end,
+    STAGES: tl.constexpr, SCALE_ROWS: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    BYTES: tl.constexpr = 64 if FP4 else 128
+    FORMAT: tl.constexpr = "e2m1" if FP4 else "e4m3"
+    w_at = w + w_row[:, None] * (width // 128 * BYTES) + begin * BYTES + tl.arange(0, BYTES)[None, :]
+    scale_at = w_scale + (w_row // SCALE_ROWS)[:, None] * (width // 32) + begin * 4 + tl.arange(0, 4)[None, :]
+    x_at += begin * 128
+    x_scale_at += begin * 4
+    for _ in tl.range(begin, end, num_stages=STAGES):
+        values = tl.load(w_at, mask=w_inside[:, None], other=0)
+        scale = tl.load(scale_at, mask=w_inside[:, None], other=0)
+        tokens = tl.load(x_at, mask=x_inside[:, None], other=0.0)
+        token_scale = tl.load(x_scale_at, mask=x_inside[:, None], other=0)
+        acc = tl.dot_scaled(values, scale, FORMAT, tl.trans(tokens), token_scale, "e4m3", acc)
+        w_at += BYTES
+        scale_at += 4
+        x_at += 128
+        x_scale_at += 4
+    return acc
+
+
+@triton.jit
+def product(
+    x, x_scale, x_row, x_columns, x_column, x_inside, w, w_scale, w_row, w_inside, width, begin, end,
+    TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, FP4: tl.constexpr, PATH: tl.constexpr,
+):  # fmt: skip
+    """Rows w_row of a weight [n, width] times rows x_row of activations: FP32 [weights, tokens].
+
+    The sum runs over 128s [begin, end) of columns, SPANS at a time. Activations are columns [x_column, x_column +
+    width) of a matrix of x_columns; w_row is in `loaded_rows` order; SCALE_ROWS rows of the weight share a row of
+    scales. Rows outside count as zero.
+    """
+    acc = tl.zeros([WEIGHTS, TOKENS], tl.float32)
+    x_at = x + x_row[:, None] * x_columns + x_column + tl.arange(0, 128)[None, :]
+    if PATH == BLOCK_SCALED:
+        x_scale_at = x_scale + x_row[:, None] * (x_columns // 32) + x_column // 32 + tl.arange(0, 4)[None, :]
+        acc = _block_scaled_product(
+            acc, x_at, x_scale_at, x_inside, w, w_scale, w_row, w_inside, width, begin, end, STAGES, SCALE_ROWS, FP4
+        )
+    else:
+        acc = _widening_product(
+            acc, x_at, x_inside, w, w_scale, w_row, w_inside, width, begin, end,
+            WARPS, STAGES, SPANS, SCALE_ROWS, FP4, PATH,
+        )  # fmt: skip
+    return acc

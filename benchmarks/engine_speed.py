@@ -1,0 +1,140 @@
+"""Prefill and decode of a V4.1-Flash of true widths and few layers, with made-up weights, on this machine's GPUs.
+
+    python benchmarks/engine_speed.py --layers 14 --requests 1,8,64,256 [--nextn 3] [--ep 2 --dp 2] [--profile]
+
+Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, the share of time in which
+the GPU waits between decode steps, and the seconds that the cost model predicts for the step. Layers hold all experts
+(7.2 GB each at ep 1), so that few fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer.engine.arguments import EngineArguments, deploy
+from deepinfer.engine.runner import AT_ONCE, GenerationRequest, Runner, runner_backend
+from deepinfer.model import hf
+from deepinfer.sampling.params import SamplingParams
+
+CARD = Path(hf.__file__).parent / "cards" / "deepseek-v4.1-flash.json"
+
+
+def shortened(num_layers: int, engram_layers: Sequence[int] = (1,)) -> dict[str, Any]:
+    """The card with fewer layers: 2 window-only, Full and Reuse at ratio 2, Full, Reuse and Reindex at ratio 1."""
+    config: dict[str, Any] = json.loads(CARD.read_text())
+    text = config["text_config"]
+    encoder = max(num_layers // 2 - 2, 2)
+    decoder = num_layers - 2 - encoder
+    first = 2 + encoder
+    reindex = list(range(first + 4, num_layers, 4)) or [num_layers - 2]
+    text.update(
+        num_hidden_layers=num_layers,
+        compress_ratios=[0, 0, *[2] * encoder, *[1] * decoder, 0, 0, 0],
+        kv_source_layer_ids=[2, first],
+        index_source_layer_ids=[2, first, *reindex],
+        candidate_source_layer_id=first,
+        engram_layer_ids=list(engram_layers),
+        engram_num_embeddings=text["engram_num_embeddings"][: len(engram_layers)],
+        dspark_target_layer_ids=[num_layers - 3, num_layers - 2, num_layers - 1],
+    )
+    return config
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=14)
+    parser.add_argument("--requests", default="1,8,64,256")
+    parser.add_argument("--context", type=int, default=4096, help="prompt tokens of a decoding request")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--prompt", type=int, default=8192, help="prompt tokens of the prefill measurement")
+    for name, default in (("nextn", 0), ("ep", 1), ("dp", 0), ("cp", 1), ("step-tokens", 8192)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--replay", default="off")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one decode step by time")
+    options = parser.parse_args()
+    counts = [int(n) for n in options.requests.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(shortened(options.layers)))
+        arguments = EngineArguments(
+            model=folder,
+            load_format="dummy",
+            data_parallel_size=options.dp,
+            expert_parallel_size=options.ep,
+            context_parallel_size=options.cp,
+            max_model_len=max(options.context + options.steps * (options.nextn + 1) + 64, options.prompt + 8),
+            max_num_seqs=max(counts),
+            max_tokens_per_step=options.step_tokens + max(counts) * (options.nextn + 1),
+            nextn=options.nextn,
+            replay=options.replay,
+            prefix_cache=False,
+        )
+        backend = runner_backend(options.backend)
+        model = hf.load_model(folder)
+        plan = arguments.plan(model, "h200")
+        source = arguments.source(model)
+        deployment = deploy(plan, backend, source.max_model_len)
+        runner = backend.load(deployment, source)
+        try:
+            ranks = deployment.layout.num_ranks
+            replicas = ranks // deployment.layout.replica_ranks
+            measure_prefill(runner, options.prompt, ranks, replicas, model.vocab_size)
+            for count in counts:
+                measure_decode(runner, count * replicas, options, ranks, model.vocab_size)
+        finally:
+            runner.close()
+
+
+def measure_prefill(runner: Runner, prompt: int, ranks: int, replicas: int, vocab: int) -> None:
+    """Prompts alone, one token each."""
+    for repeat in range(2):
+        run = runner.generate(requests_of(2 * replicas, prompt, 1, vocab, seed=repeat), None, AT_ONCE)
+    seconds = sum(run.record.steps.seconds)
+    rows = sum(run.record.steps.prefill_rows)
+    print(f"prefill of {prompt}-token prompts: {rows / seconds / ranks:,.0f} tokens/s/GPU")
+
+
+def measure_decode(runner: Runner, count: int, options: argparse.Namespace, ranks: int, vocab: int) -> None:
+    """Decode steps in which everybody decodes; twice, because the first run captures the graphs."""
+    tokens = options.steps * (options.nextn + 1)
+    for repeat in range(2):
+        run = runner.generate(requests_of(count, options.context, tokens, vocab, seed=repeat), None, AT_ONCE)
+    steps = run.record.steps
+    alone = [
+        i for i in range(1, len(steps.end_s)) if not steps.prefill_rows[i] and steps.decodes[i] == count
+    ][4:]
+    if len(alone) < 4:
+        print(f"{count} requests: too few steps in which all decode")
+        return
+    device = statistics.median(steps.seconds[i] for i in alone)
+    wall = statistics.median(steps.end_s[i] - steps.end_s[i - 1] for i in alone if i - 1 in alone)
+    kept = sum(steps.kept_tokens[i] for i in alone) / sum(steps.decodes[i] for i in alone)
+    idle = max(1.0 - device / wall, 0.0)
+    print(
+        f"{count:4} requests, context {options.context}: {1 / wall:8.1f} steps/s, device {device * 1e3:.3f} ms of "
+        f"{wall * 1e3:.3f} ms (GPU waits {idle:.1%}), tau {kept:.2f}, "
+        f"full acceptance {count * (1 + options.nextn) / wall / ranks:,.0f} tokens/s/GPU, "
+        f"output {count * kept / wall / ranks:,.0f} tokens/s/GPU"
+    )
+
+
+def requests_of(count: int, prompt: int, tokens: int, vocab: int, seed: int) -> list[GenerationRequest]:
+    """Random prompts, greedy, of a fixed length."""
+    generator = np.random.default_rng(seed)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
+    return [
+        GenerationRequest(tuple(generator.integers(0, vocab, prompt).tolist()), params) for _ in range(count)
+    ]
+
+
+if __name__ == "__main__":
+    main()
