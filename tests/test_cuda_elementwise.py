@@ -18,8 +18,10 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+import torch
+import triton
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
 
-from backends.torch_runtime import formats  # noqa: E402
-from backends.torch_runtime.reference import elementwise as ref  # noqa: E402
-from backends.torch_runtime.reference import sampling  # noqa: E402
+from backends.torch_runtime import formats
+from backends.torch_runtime.reference import elementwise as ref
+from backends.torch_runtime.reference import sampling
 
 M, H, EPS, HC_EPS, ITERS = 3, 64, 1e-6, 1e-6, 20
 
