@@ -132,16 +132,15 @@ class Case:
     def expected(self, rank: int) -> list[Any]:
         groups = {family: sorted(groups[rank]) for family, groups in expected_groups(self.layout).items()}
         place = groups["expert"].index(rank)
-        looked_up = torch.stack([self.table[i] for i in self.ids[rank].flatten()]) if self.ids[rank].numel() else None
-        found = self.table[:0] if looked_up is None else looked_up
-        found = found.reshape(*self.ids[rank].shape, *self.table.shape[1:])
+        ids = self.ids[rank]
+        found = torch.stack([self.table[i] for i in ids.flatten()]) if ids.numel() else self.table[:0]
         return [
             max(self.values[peer] for peer in groups["step"]),
             {"from": self.source},
             torch.cat([self.rows[peer] for peer in groups["replica"]]),
             torch.cat([self.parcels[peer][place] for peer in groups["expert"]]),
             torch.stack([self.equal[peer][place] for peer in groups["expert"]]),
-            found,
+            found.reshape(*ids.shape, *self.table.shape[1:]),
         ]
 
 
@@ -312,32 +311,29 @@ def test_a_failure_of_the_only_rank_keeps_its_cause() -> None:
         assert isinstance(caught.value.__cause__, ValueError)
 
 
-def mute_worker(context: RankContext, payload: Any, channel: Channel) -> None:
-    for _ in channel:
-        pass
-
-
-def double_worker(context: RankContext, payload: Any, channel: Channel) -> None:
-    for message in channel:
-        channel.reply(message)
-        channel.reply(message)
-
-
-def lazy_worker(context: RankContext, payload: Any, channel: Channel) -> None:
-    pass
+def rude_worker(context: RankContext, replies: int | None, channel: Channel) -> None:
+    """Reply so many times to each message; None leaves without reading any."""
+    for message in channel if replies is not None else ():
+        for _ in range(replies or 0):
+            channel.reply(message)
 
 
 @pytest.mark.parametrize(
-    ("worker", "complaint"),
-    [("mute", "before it replied"), ("lazy", "rank 0 ended unasked"), ("double", None), ("missing", "no attribute")],
+    ("worker", "replies", "complaint"),
+    [
+        ("rude_worker", 0, "before it replied"),
+        ("rude_worker", 2, "replied twice"),
+        ("rude_worker", None, "rank 0 ended unasked"),
+        ("missing", 1, "no attribute 'missing'"),
+    ],
 )
-def test_workers_that_break_the_rules(worker: str, complaint: str | None) -> None:
+def test_workers_that_break_the_rules(worker: str, replies: int | None, complaint: str) -> None:
     def talk() -> None:
-        with RankGroup(f"test_ranks:{worker}_worker", None, 1) as group:
+        with RankGroup(f"test_ranks:{worker}", replies, 1) as group:
             group.call("first")
             group.call("second")
 
-    with pytest.raises(RankError, match=complaint or "replied twice"):
+    with pytest.raises(RankError, match=complaint):
         talk()
 
 
