@@ -37,7 +37,9 @@ def generate(
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and output [default: 4096].")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests that run at once per attention replica.")] = 256,
     nextn: Annotated[int, typer.Option(help="Drafts verified per request and step.")] = 0,
-    replay: Annotated[str, typer.Option(help="off, or compact: prompts skip the decoder layers.")] = "off",
+    replay: Annotated[
+        str, typer.Option(help="off, or compact: prompts skip the decoder layers; mask checks it.")
+    ] = "off",
     max_tokens: Annotated[int, typer.Option(help="Most output tokens of a prompt.")] = 16,
     temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Fewest tokens with so much probability.")] = 1.0,

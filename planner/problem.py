@@ -210,7 +210,8 @@ def _on_network(accelerator: Accelerator, network: Network | None) -> Accelerato
 
 def problem_of(plan: Plan) -> Problem:
     """The question that a plan answers, as far as the plan tells: of its whole cluster, for its workload."""
-    workload, replay = plan.workload, plan.serving.settings.replay
+    workload = plan.workload
+    replay: Replay = "compact" if plan.serving.settings.replay == "compact" else "off"  # "mask" saves no row
     rate = None if isinstance(workload.arrivals, ClosedLoop) else workload.arrivals.rate
     lengths = [
         x.tokens if isinstance(x, FixedLength) else round(x.mean) if x else None for x in (workload.isl, workload.osl)

@@ -49,7 +49,7 @@ class EngineArguments:
     max_num_seqs: int = 256
     max_tokens_per_step: int | None = None
     nextn: int = 0
-    replay: Literal["off", "compact"] = "off"
+    replay: Literal["off", "mask", "compact"] = "off"
     prefix_cache: bool = True
     async_scheduling: bool = True
     memory_utilization: float = 0.90
@@ -58,7 +58,7 @@ class EngineArguments:
     def __post_init__(self) -> None:
         _check_choice("load_format", self.load_format, get_args(LoadFormat))
         _check_choice("dtype", self.dtype, get_args(DType))
-        _check_choice("replay", self.replay, ("off", "compact"))
+        _check_choice("replay", self.replay, ("off", "mask", "compact"))
         for name, low in (("data_parallel_size", 0), ("context_parallel_size", 1), ("expert_parallel_size", 1)):
             _check_at_least(name, getattr(self, name), low)
         for name in ("max_model_len", "max_num_seqs", "max_tokens_per_step"):
@@ -124,8 +124,8 @@ class EngineArguments:
         if self.nextn > drafts:
             made = f"drafts at most {drafts} tokens" if drafts else "has no draft module"
             raise UsageError(f"nextn {self.nextn} is too many: {model.name} {made}")
-        if self.replay == "compact" and not model.supports_compact_replay:
-            raise UsageError(f"replay compact needs layers that a prompt may skip, and {model.name} has none")
+        if self.replay != "off" and not model.supports_compact_replay:
+            raise UsageError(f"replay {self.replay} needs layers that a prompt may skip, and {model.name} has none")
 
 
 def engine_source(model: str, load_format: LoadFormat, dtype: DType, seed: int, max_model_len: int) -> EngineSource:

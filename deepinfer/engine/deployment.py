@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
-from deepinfer.graph.build.common import Phase
+from deepinfer.graph.build.common import Phase, Replay
 from deepinfer.graph.graph import ExecutionGraph
 from deepinfer.hardware.host import HostProfile, load_host
 from deepinfer.hardware.spec import Accelerator, ClusterSpec, load_hardware
@@ -74,9 +74,8 @@ class Deployment:
         """What the graph of this engine's steps contains."""
         phase: Phase = "prefill" if self.role == "prefill" else "mixed"  # a decode pool replays windows
         chosen = self.settings
-        return GraphFeatures(
-            phase, chosen.replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load
-        )
+        replay: Replay = "compact" if chosen.replay == "compact" else "off"  # "mask" computes every row
+        return GraphFeatures(phase, replay, chosen.nextn, chosen.overlap, chosen.moe, expert_load=self.expert_load)
 
     def graph(self) -> ExecutionGraph:
         """The execution graph of this engine's steps."""

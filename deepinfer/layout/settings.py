@@ -11,9 +11,10 @@ class EngineSettings(BaseModel):
     """Settings of one engine; defaults are DeepInfer 0.1.0's where it has them.
 
     `max_num_seqs` requests run at once per attention replica; a step computes at most `max_tokens_per_step` rows
-    of it. `nextn` drafts are verified per request. `keep_tokens` rows of a prompt go through bounded layers in
-    compact replay. `overlap` "two-batch" runs a step as two halves whose exchanges hide behind each other's compute;
-    `moe` "fused" dispatches, computes and combines in one kernel, where the accelerator has one.
+    of it. `nextn` drafts are verified per request. With `replay` "compact" only the last `keep_tokens` rows of a prompt
+    go through bounded layers; "mask" computes all of them and lets them see as little, to check "compact" against.
+    `overlap` "two-batch" runs a step as two halves whose exchanges hide behind each other's compute; `moe` "fused"
+    dispatches, computes and combines in one kernel, where the accelerator has one.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -21,7 +22,7 @@ class EngineSettings(BaseModel):
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     max_tokens_per_step: Annotated[int, Field(ge=1)] = 4096
     nextn: Annotated[int, Field(ge=0)] = 0
-    replay: Literal["off", "compact"] = "off"
+    replay: Literal["off", "mask", "compact"] = "off"
     keep_tokens: Annotated[int, Field(ge=1)] = 140
     block_tokens: Annotated[int, Field(ge=1)] = 128
     prefix_cache: bool = True
