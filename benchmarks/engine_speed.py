@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,17 @@ import numpy as np
 from deepinfer.engine.arguments import EngineArguments, deploy
 from deepinfer.engine.runner import AT_ONCE, GenerationRequest, Runner, runner_backend
 from deepinfer.model import hf
+from deepinfer.model.numerics import EngramHash
 from deepinfer.sampling.params import SamplingParams
 
 CARD = Path(hf.__file__).parent / "cards" / "deepseek-v4.1-flash.json"
 
 
-def shortened(num_layers: int, engram_layers: Sequence[int] = (1,)) -> dict[str, Any]:
-    """The card with fewer layers: 2 window-only, Full and Reuse at ratio 2, Full, Reuse and Reindex at ratio 1."""
+def shortened(num_layers: int, engram_rows: int = 1 << 22) -> dict[str, Any]:
+    """The card with fewer layers: 2 window-only, Full and Reuse at ratio 2, Full, Reuse and Reindex at ratio 1.
+
+    One n-gram table is left, of about `engram_rows` rows: the real ones take 100 GB each.
+    """
     config: dict[str, Any] = json.loads(CARD.read_text())
     text = config["text_config"]
     encoder = max(num_layers // 2 - 2, 2)
@@ -41,10 +44,12 @@ def shortened(num_layers: int, engram_layers: Sequence[int] = (1,)) -> dict[str,
         kv_source_layer_ids=[2, first],
         index_source_layer_ids=[2, first, *reindex],
         candidate_source_layer_id=first,
-        engram_layer_ids=list(engram_layers),
-        engram_num_embeddings=text["engram_num_embeddings"][: len(engram_layers)],
+        engram_layer_ids=[1],
+        engram_vocab_size=engram_rows // 24,
         dspark_target_layer_ids=[num_layers - 3, num_layers - 2, num_layers - 1],
     )
+    hashing = EngramHash((1,), (0,), engram_rows // 24, text["engram_compressed_vocab_size"], 4, 8, 2)
+    text["engram_num_embeddings"] = [int(hashing.primes().sum())]
     return config
 
 

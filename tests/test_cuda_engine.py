@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +17,39 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+pytest.importorskip("triton")
+from engine_speed import shortened
+
+from backends.cuda.backend import GPU
+from backends.cuda.kernels import kernel_table
+from backends.torch_runtime.assemble import rank_context
+from backends.torch_runtime.comm import Communicator
+from backends.torch_runtime.engram import made_up_token_map
+from backends.torch_runtime.executor import Executor
+from backends.torch_runtime.inputs import Track, place_blocks, prompt_rows, slot_starts
+from backends.torch_runtime.kernels import KernelTable
+from backends.torch_runtime.steps import StepBuilder
+from backends.torch_runtime.weights.dummy import dummy_weights
 from deepinfer.engine.arguments import EngineArguments, deploy
+from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.runner import GenerationRequest, runner_backend
+from deepinfer.hardware.host import load_host
+from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.layout.memory import memory_budget
+from deepinfer.layout.parallel import ParallelLayout
+from deepinfer.layout.settings import EngineSettings
 from deepinfer.model import hf
+from deepinfer.model.hf import parse_config
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.stop import StopChecker
+from deepinfer.scheduler.step import BlockTable, DecodeBatch, PrefillChunk, StepPlan
 
 pytestmark = pytest.mark.gpu
 
-CARD = Path(hf.__file__).parent / "cards" / "deepseek-v4.1-flash.json"
-
-
 def true_widths(num_experts: int = 32) -> dict[str, Any]:
-    """V4.1-Flash with eight layers, of every role, and few experts."""
-    config: dict[str, Any] = json.loads(CARD.read_text())
-    config["text_config"].update(
-        num_hidden_layers=8,
-        compress_ratios=[0, 0, 2, 2, 1, 1, 1, 1, 0, 0, 0],
-        kv_source_layer_ids=[2, 4],
-        index_source_layer_ids=[2, 4, 6],
-        candidate_source_layer_id=4,
-        engram_layer_ids=[1],
-        engram_num_embeddings=config["text_config"]["engram_num_embeddings"][:1],
-        dspark_target_layer_ids=[5, 6, 7],
-        n_routed_experts=num_experts,
-        dspark_n_routed_experts=16,
-    )
+    """V4.1-Flash with eight layers, of every role, few experts and a small n-gram table."""
+    config = shortened(8, engram_rows=1 << 18)
+    config["text_config"].update(n_routed_experts=num_experts, dspark_n_routed_experts=16)
     return config
 
 
@@ -74,18 +83,45 @@ def prompts() -> list[list[int]]:
     return [generator.integers(0, 129280, n).tolist() for n in (5, 300, 900, 1500)]
 
 
-def test_triton_agrees_with_the_reference(folder: Path, prompts: list[list[int]]) -> None:
-    """BF16 kernels beside the FP32 reference: the first token's likeliest candidates, and how likely they are."""
-    reference = generate(folder, prompts, 1, logprobs=1000, dtype="float32")
-    triton = generate(folder, prompts, 1, logprobs=1000)
-    for expected, found in zip(reference, triton, strict=True):
-        wanted, got = expected.logprobs[0], found.logprobs[0]
-        common = sorted(wanted.keys() & got.keys())
-        assert len(common) > 500
-        errors = np.asarray([got[t] - wanted[t] for t in common])
-        spread = np.std([wanted[t] for t in common])
-        print(len(common), np.abs(errors).max(), errors.std() / spread, expected.token_ids, found.token_ids)
-        assert errors.std() < 0.5 * spread
+def test_triton_is_as_close_to_fp32_as_the_reference_in_bf16(prompts: list[list[int]]) -> None:
+    """Logits of the first token: BF16 moves them, and Triton's kernels no further than plain torch's."""
+    exact = first_logits(KernelTable(), torch.float32, prompts)
+    plain = first_logits(KernelTable(), torch.bfloat16, prompts)
+    triton = first_logits(kernel_table(), torch.bfloat16, prompts)
+    scale = (exact - exact.mean(-1, keepdim=True)).norm(dim=-1)
+    noise, error = (((found - exact).norm(dim=-1) / scale).cpu() for found in (plain, triton))
+    print(f"relative error of BF16 torch {noise.tolist()}, of Triton {error.tolist()}")
+    assert (error < 1.5 * noise + 0.02).all()
+
+
+def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities [prompts, vocab] after prefill in one step."""
+    model = parse_config(true_widths(), "true widths")
+    machine = runner_backend("cuda").accelerator(1)
+    settings = EngineSettings(max_num_seqs=8, max_tokens_per_step=4096, nextn=3, kv_format="fp4")
+    layout, cluster, host = ParallelLayout(), ClusterSpec(machine, 1), load_host("deepinfer")
+    budget = replace(memory_budget(model, layout, machine, settings), num_blocks=256)
+    deployment = Deployment(model, cluster, layout, settings, 1, 1.0, budget, host)
+    device = GPU.take(0)
+    weights = dummy_weights(model, device=device, dtype=dtype)
+    comm = Communicator(layout, 0, device)
+    assert model.numerics is not None
+    assert model.numerics.engram is not None
+    tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
+    rank = rank_context(deployment, weights, comm, kernels, dtype, 4096, tokens)
+    builder = StepBuilder(rank)
+    tracks = {i: Track(SamplingParams(), 0, len(p), p, StopChecker(SamplingParams(), ())) for i, p in enumerate(prompts)}
+    chunks = [PrefillChunk(i, 0, len(p), len(p), True) for i, p in enumerate(prompts)]
+    tables = [BlockTable(i, 0, tuple(range(16 * i, 16 * i + 16)), i) for i in tracks]
+    nothing = np.zeros(0, dtype=np.int64)
+    plan = StepPlan(0, tuple(chunks), DecodeBatch(nothing, nothing, 3), tuple(tables))
+    builder.place_blocks(place_blocks(plan, tracks, 128))
+    builder.start_slots(slot_starts(chunks, tracks, None))
+    builder.end_prompts(list(tracks.values()))
+    step = builder.mixed(builder.to_device(nothing), prompt_rows(chunks, tracks, 1, 4), 2048)
+    step.wants_logprobs = True
+    Executor(rank, deployment.graph()).run(step)
+    return step.outputs["logprobs"].float()
 
 
 def test_captured_steps_equal_eager_ones(folder: Path, prompts: list[list[int]]) -> None:

@@ -21,7 +21,6 @@ def rank_context(
     dtype: torch.dtype,
     max_model_len: int,
     token_map: torch.Tensor | None = None,
-    engram_rows: int | None = None,
     shape: CacheShape | None = None,
 ) -> RankContext:
     """Everything one rank computes with; allocates its caches.
@@ -50,7 +49,6 @@ def rank_context(
         engram=engram,
         dtype=dtype,
         max_model_len=max_model_len,
-        engram_rows=engram_rows,
     )
 
 

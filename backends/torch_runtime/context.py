@@ -43,8 +43,7 @@ class EngramTables:
 class RankContext:
     """One rank of an engine: everything that stays the same from step to step.
 
-    `rotary` are (cos, sin) tables [positions, dim / 2] for layers with global KV (True) and without. n-gram tables that
-    were made up have `engram_rows` rows at most, and hashes wrap around.
+    `rotary` are (cos, sin) tables [positions, dim / 2] for layers with global KV (True) and without.
     """
 
     model: ModelSpec
@@ -58,7 +57,6 @@ class RankContext:
     engram: EngramTables | None
     dtype: torch.dtype
     max_model_len: int
-    engram_rows: int | None = None
 
     @property
     def numerics(self) -> Numerics:

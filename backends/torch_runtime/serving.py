@@ -30,8 +30,6 @@ from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
 
 _REPORT_EVERY_S = 0.1
-DUMMY_ENGRAM_ROWS = 1 << 22
-"""Rows of a made-up n-gram table, all ranks together: enough to miss every cache, and not 200 GB."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ class _Rank:
         device = kind.take(context.device_index)
         self._comm = comm = Communicator(deployment.layout, context.rank, device)
         dtype = kind.dtype if source.dtype == "auto" else getattr(torch, source.dtype)
-        dummy = source.load_format == "dummy"
         weights = _weights(deployment, source, comm, dtype)
         rank = rank_context(
             deployment,
@@ -109,7 +106,6 @@ class _Rank:
             dtype,
             source.max_model_len,
             _token_map(deployment, source),
-            DUMMY_ENGRAM_ROWS if dummy else None,
         )
         builder = StepBuilder(rank)
         executor = Executor(rank, deployment.graph())
@@ -185,7 +181,7 @@ def _weights(deployment: Deployment, source: EngineSource, comm: Communicator, d
     layout, model = deployment.layout, deployment.model
     part = RankPart(comm.expert.place, layout.ep, comm.rank, layout.num_ranks)
     if source.load_format == "dummy":
-        return dummy_weights(model, part, comm.device, dtype, source.seed, engram_rows=DUMMY_ENGRAM_ROWS)
+        return dummy_weights(model, part, comm.device, dtype, source.seed)
     folder = model_folder(source.model)
     if folder is None:
         raise UsageError(f"{source.model} is a model card without weights")

@@ -30,8 +30,7 @@ def engram_lookup(call: Call, token_ids: Any) -> Tensor:
     assert ngrams is not None
     table = call.weights["engram.embed"]
     assert call.spec.engram is not None
-    total = min(call.spec.engram.num_rows, rank.engram_rows or call.spec.engram.num_rows)
-    ids = ngram_rows(call, ngrams) % total
+    ids, total = ngram_rows(call, ngrams), call.spec.engram.num_rows
     look_up = rank.comm.engram_rows_equal if call.step.equal_exchange else rank.comm.engram_rows
     values = look_up(ids, table.data, total)
     scales = None if table.scale is None else look_up(ids, table.scale, total)
