@@ -50,7 +50,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     if m:
         block = triton.next_power_of_2(n)
-        _rms_norm_kernel[(m,)](x, weight, out, n, x.stride(0), eps, BLOCK=block, num_warps=_warps(block))
+        _rms_norm_kernel[(m,)](
+            x, weight, out, n, x.stride(0), eps, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=True
+        )
     return out
 
 
@@ -78,7 +80,7 @@ def pool_pairs(value: Tensor, gate: Tensor) -> Tensor:
     out = torch.empty(groups, d, device=value.device)
     if groups:
         block = triton.next_power_of_2(d)
-        _pool_kernel[(groups,)](value, gate, out, d, R=r, BLOCK=block, num_warps=_warps(block))
+        _pool_kernel[(groups,)](value, gate, out, d, R=r, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=True)
     return out
 
 
@@ -123,6 +125,7 @@ def engram_gate(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: 
             h**-0.5,
             BLOCK=block,
             num_warps=_warps(block),
+            enable_fp_fusion=True,
         )
     return out
 

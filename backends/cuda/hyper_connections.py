@@ -280,6 +280,7 @@ def _walk(
             TILE=TILE,
             SHARES=SHARES,
             num_warps=4,
+            enable_fp_fusion=True,
             num_stages=2,
         )
     return new_x, collapsed, shares
@@ -320,5 +321,6 @@ def _finish(
             BLOCK=triton.next_power_of_2(h),
             SHARES=SHARES,
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return out

@@ -61,6 +61,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, inplace: bo
             HEADS=HEADS,
             PAIRS=triton.next_power_of_2(pairs),
             num_warps=4,
+            enable_fp_fusion=True,
         )
     return out
 
@@ -181,6 +182,7 @@ def norm_rope_encode(
             SIZE=typed.shape[1],
             FORMAT=_format(storage, kind),
             num_warps=1 if d <= 256 else 2,
+            enable_fp_fusion=True,
         )
     return records
 
@@ -215,5 +217,11 @@ def scatter_records(records: Tensor, cache: Tensor, index: Tensor) -> None:
     words = records.shape[1]
     if len(index):
         _scatter_kernel[(len(index),)](
-            records, cache, index, WORDS=words, BLOCK=min(WORDS, triton.next_power_of_2(words)), num_warps=1
+            records,
+            cache,
+            index,
+            WORDS=words,
+            BLOCK=min(WORDS, triton.next_power_of_2(words)),
+            num_warps=1,
+            enable_fp_fusion=True,
         )

@@ -252,9 +252,23 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
             BLOCK=BLOCK,
             FEW=FEW,
             num_warps=16,
+            enable_fp_fusion=True,
         )
         _race_kernel[(m, parts)](
-            logits, temperature, threshold, seed, position, best, token, count, logits.stride(0), PART=PART, num_warps=8
+            logits,
+            temperature,
+            threshold,
+            seed,
+            position,
+            best,
+            token,
+            count,
+            logits.stride(0),
+            PART=PART,
+            num_warps=8,
+            enable_fp_fusion=True,
         )
-        _winner_kernel[(m,)](best, token, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1)
+        _winner_kernel[(m,)](
+            best, token, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1, enable_fp_fusion=True
+        )
     return out
