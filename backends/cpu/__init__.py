@@ -1,4 +1,4 @@
-"""The `cpu` backend: plain torch on this host's memory, the numerical reference of every operator; gloo between ranks."""
+"""The `cpu` backend: plain torch on this host, the numerical reference of every operator; gloo between ranks."""
 
 from __future__ import annotations
 

@@ -85,11 +85,15 @@ class Communicator:
 
     def agree_max(self, value: int) -> int:
         """The largest `value` among the ranks that step together (int64)."""
+        return self.agree_max_each(value)[0]
+
+    def agree_max_each(self, *values: int) -> tuple[int, ...]:
+        """The largest of each of the `values` among them (int64)."""
         if self.step.group is None:
-            return value
-        agreed = torch.tensor([value], dtype=torch.int64)
+            return values
+        agreed = torch.tensor(values, dtype=torch.int64)
         dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self.step.group)
-        return int(agreed.item())
+        return tuple(agreed.tolist())
 
     def broadcast_object(self, value: T | None, source: int = 0) -> T:
         """The `value` of the engine's rank `source`, pickled; what the other ranks pass is ignored."""

@@ -6,9 +6,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -16,10 +18,23 @@ from backends.torch_runtime.context import RankContext
 from backends.torch_runtime.inputs import Track, place_blocks, prompt_rows, slot_starts
 from backends.torch_runtime.launcher import StepLauncher
 from backends.torch_runtime.steps import HostResult, Outputs, StepBuilder
-from deepinfer.engine.core import Agree, Answer, Arrivals, Arrived, Collect, Deliver, Fetch, Submit, Wish, run_engine
+from deepinfer.engine.core import (
+    Activity,
+    Agree,
+    Answer,
+    Arrivals,
+    Arrived,
+    Collect,
+    Deliver,
+    Fetch,
+    Submit,
+    Wish,
+    run_engine,
+)
 from deepinfer.engine.deployment import Deployment
 from deepinfer.metrics.record import SubmittedStep
 from deepinfer.numeric import Ints
+from deepinfer.scheduler.policy import SchedulerConfig
 from deepinfer.scheduler.request import Request
 from deepinfer.scheduler.scheduler import Scheduler
 from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
@@ -50,40 +65,50 @@ class CollectedStep(NamedTuple):
 
 class _Ticket(NamedTuple):
     plan: StepPlan | None
-    outputs: Outputs | None
+    outputs: Outputs
     decode_ids: list[int]
     first_ids: list[int]
     started_s: float
 
 
+class _Kept(NamedTuple):
+    """Tokens that a step kept for a request, and the log-probabilities of each, if the request asks for some."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+
+    def first(self, count: int) -> _Kept:
+        return _Kept(self.tokens[:count], self.logprobs[:count])
+
+
 class Inbox:
-    """Requests of one replica and when they are let in: by arrival times, and so many at once at most."""
+    """Requests of one replica and when they are let in: by arrival times, and so many at once at most.
+
+    A request counts as let in when it arrived, or when there was room for it: not when the engine looked for it.
+    """
 
     def __init__(self, requests: Sequence[tuple[float, Request]], concurrency: int | None) -> None:
         self._waiting = deque(sorted(requests, key=lambda r: (r[0], r[1].id)))
         self._concurrency = concurrency
         self._inside = 0
+        self._room_since_s = 0.0
         self.let_in_s: dict[int, float] = {}
 
     def take(self, now: float) -> list[Request]:
         """Requests that may enter now."""
         taken = []
         while self._waiting and self._waiting[0][0] <= now and self._has_room:
-            request = self._waiting.popleft()[1]
-            self.let_in_s[request.id] = now
+            arrival_s, request = self._waiting.popleft()
+            self.let_in_s[request.id] = max(arrival_s, self._room_since_s)
             self._inside += 1
             taken.append(request)
         return taken
 
-    def leave(self, count: int) -> None:
+    def leave(self, count: int, now: float) -> None:
         """Requests have finished."""
+        if count and not self._has_room:
+            self._room_since_s = now
         self._inside -= count
-
-    def drop(self) -> list[Request]:
-        """Forget who still waits."""
-        dropped = [request for _, request in self._waiting]
-        self._waiting.clear()
-        return dropped
 
     @property
     def is_closed(self) -> bool:
@@ -109,6 +134,10 @@ class RankEngine:
     def __init__(self, rank: RankContext, deployment: Deployment, launcher: StepLauncher, builder: StepBuilder) -> None:
         self._rank, self._deployment = rank, deployment
         self._launcher, self._builder = launcher, builder
+        # The cache may hold fewer blocks than memory would: those that the longest requests can use.
+        self.scheduler_config: SchedulerConfig = replace(
+            deployment.scheduler_config(), num_blocks=rank.state.shape.num_blocks
+        )
         self._keep = deployment.settings.keep_tokens if deployment.settings.replay != "off" else None
         self._ngram = rank.engram.hashing.max_ngram if rank.engram else 1
         self._rows = rank.state.shape.rows_per_request
@@ -120,36 +149,47 @@ class RankEngine:
         stop_s: float | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> tuple[list[Delivery], list[CollectedStep], Scheduler]:
-        """Run until every request of the step group has ended, or `stop_s` seconds have passed."""
+        """Run until every request of the step group has ended, or `stop_s` seconds have passed.
+
+        Requests that have not ended then are left as they are.
+        """
         self._tracks, self._inbox, self._on_delivery = tracks, inbox, on_delivery
         self._stop_s, self._is_over = stop_s, False
+        self._agreed_s = 0.0
         self._tickets: dict[int, _Ticket] = {}
         self._next_ticket = 0
-        self._batches: dict[int, list[int]] = {}
+        self._batches: dict[int, _Kept] = {}
         self.deliveries: list[Delivery] = []
         self.steps: list[CollectedStep] = []
         self._busy_until_s = 0.0
         self._last_end: torch.cuda.Event | None = None
-        scheduler = Scheduler(self._deployment.scheduler_config())
+        self._scheduler = Scheduler(self.scheduler_config)
         self._start = time.perf_counter()
-        core = run_engine([scheduler], self._deployment.settings.async_scheduling)
+        core = run_engine([self._scheduler], self._deployment.settings.async_scheduling)
         wish: Wish = next(core)
-        while True:
+        while not self._is_over:
             try:
                 wish = core.send(self._fulfil(wish))
             except StopIteration:
-                return self.deliveries, self.steps, scheduler
+                break
+        for ticket in self._tickets.values():  # of a run that was cut off
+            ticket.outputs.wait()
+        return self.deliveries, self.steps, self._scheduler
 
     @property
     def _now(self) -> float:
         return time.perf_counter() - self._start
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._rank.comm.step.size == 1
 
     def _fulfil(self, wish: Wish) -> Answer:
         match wish:
             case Arrivals(block):
                 return self._arrivals(block)
             case Agree(activity):
-                return type(activity)(self._rank.comm.agree_max(int(activity)))
+                return self._agree(activity)
             case Submit(plans):
                 return self._submit(plans[0])
             case Collect(ticket):
@@ -163,15 +203,20 @@ class RankEngine:
                 raise AssertionError(f"{wish} was not offered")
 
     def _arrivals(self, block: bool) -> Arrived:
-        if self._stop_s is not None and self._now > self._stop_s:
-            self._is_over = True  # whoever gets a token now ends with it
-            self._inbox.drop()
         if block and not self._inbox.is_closed:
             wait = (self._inbox.next_arrival_s or 0.0) - self._now
-            alone = self._rank.comm.step.size == 1
-            time.sleep(max(min(wait, 1.0) if alone else min(wait, _IDLE_S), 0.0))
-        taken = self._inbox.take(self._now)
+            if self._stop_s is not None:
+                wait = min(wait, self._stop_s - self._now)
+            time.sleep(max(wait if self._is_alone else min(wait, _IDLE_S), 0.0))
+        taken = self._inbox.take(self._now if self._is_alone else self._agreed_s)
         return Arrived(tuple((0, request) for request in taken), self._inbox.is_closed)
+
+    def _agree(self, activity: Activity) -> Activity:
+        """What the step group does next, and what time it is there: ranks of a replica must let in the same requests."""
+        most, agreed_us = self._rank.comm.agree_max_each(int(activity), int(self._now * 1e6))
+        self._agreed_s = agreed_us / 1e6
+        self._is_over = self._stop_s is not None and self._agreed_s > self._stop_s
+        return Activity(most)
 
     def _submit(self, plan: StepPlan | None) -> int:
         number = self._next_ticket
@@ -208,35 +253,26 @@ class RankEngine:
 
     def _collect(self, number: int) -> StepResult | None:
         ticket = self._tickets.pop(number)
-        assert ticket.outputs is not None
         result = ticket.outputs.wait()
         ended = self._now
         found = self._found(ticket, result)
         if ticket.plan is None:
             self._note(ticket, ended, 0)
             return None
-        kept, stopped = [], []
-        self._batches = {}
-        for request_id in ticket.plan.decode.request_ids.tolist():
-            tokens = self._accepted(number, request_id, found[request_id], stopped)
-            kept.append(max(len(tokens), 1))
-            self._batches[request_id] = tokens
-        for chunk in ticket.plan.prefill:
-            if chunk.is_last:
-                self._batches[chunk.request_id] = self._accepted(
-                    number, chunk.request_id, found[chunk.request_id], stopped
-                )
-        self._note(ticket, ended, sum(kept))
-        return StepResult(np.asarray(kept, dtype=np.int64), frozenset(stopped))
+        stopped: list[int] = []
+        self._batches = {i: self._accepted(number, i, kept, stopped) for i, kept in found.items()}
+        counts = [max(len(self._batches[i].tokens), 1) for i in ticket.plan.decode.request_ids.tolist()]
+        self._note(ticket, ended, sum(counts))
+        return StepResult(np.asarray(counts, dtype=np.int64), frozenset(stopped))
 
-    def _found(self, ticket: _Ticket, result: HostResult) -> dict[int, list[int]]:
-        """Kept tokens by request, of this rank's requests and of those that its replica's other ranks have."""
-        own: dict[int, list[int]] = {}
-        for request_id, tokens, kept in zip(ticket.decode_ids, result.tokens, result.kept, strict=False):
-            own[request_id] = tokens[:kept].tolist()
-        own.update({i: [int(token)] for i, token in zip(ticket.first_ids, result.first, strict=True)})
-        if result.logprobs is not None:
-            self._note_logprobs(ticket, result)
+    def _found(self, ticket: _Ticket, result: HostResult) -> dict[int, _Kept]:
+        """What was kept by request, of this rank's requests and of those that its replica's other ranks have."""
+        own: dict[int, _Kept] = {}
+        for place, (request_id, kept) in enumerate(zip(ticket.decode_ids, result.kept, strict=False)):
+            own[request_id] = self._kept(request_id, result, result.tokens[place, :kept], place * self._rows)
+        first = result.tokens.shape[0] * self._rows
+        for place, request_id in enumerate(ticket.first_ids):
+            own[request_id] = self._kept(request_id, result, result.first[place : place + 1], first + place)
         if self._rank.layout.cp == 1:
             return own
         everyone: list[Any] = [None] * self._rank.comm.step.size
@@ -244,32 +280,47 @@ class RankEngine:
         mates = [self._rank.comm.step.ranks.index(rank) for rank in self._rank.comm.replica.ranks]
         return {request_id: tokens for mate in mates for request_id, tokens in everyone[mate].items()}
 
-    def _accepted(self, number: int, request_id: int, tokens: list[int], stopped: list[int]) -> list[int]:
-        """The tokens up to the one that ends the request, if one does; none of a run that was preempted since."""
+    def _kept(self, request_id: int, result: HostResult, tokens: npt.NDArray[np.int32], row: int) -> _Kept:
+        """Tokens of rows from `row` on, with as many log-probabilities as the request asks for, and each token's own."""
+        number = self._tracks[request_id].params.logprobs
+        listed = tokens.tolist()
+        if number is None or result.logprobs is None:
+            return _Kept(listed, [])
+        logprobs = result.logprobs[row : row + len(listed)]
+        values, ids = (x.tolist() for x in logprobs.topk(number, -1))
+        return _Kept(
+            listed,
+            [
+                dict(zip(ids[i], values[i], strict=True)) | {token: float(logprobs[i, token])}
+                for i, token in enumerate(listed)
+            ],
+        )
+
+    def _accepted(self, number: int, request_id: int, kept: _Kept, stopped: list[int]) -> _Kept:
+        """What is kept up to the token that ends the request, if one does; nothing of a run that was preempted since."""
         track = self._tracks[request_id]
-        if track.finished or number < track.void_before:
-            return []
-        room = track.params.max_tokens - len(track.generated)
-        tokens = tokens[:room]
-        stop = track.checker.accept(tokens)
-        if stop is not None:
-            track.stop = stop
-            stopped.append(request_id)
-            tokens = tokens[: stop.num_tokens]
-        elif self._is_over:
-            track.aborted = True
-            stopped.append(request_id)
-        return tokens
+        preempted = number < track.void_before or request_id in self._scheduler.unreported_preemptions
+        if track.finished or preempted:
+            return kept.first(0)
+        kept = kept.first(track.params.max_tokens - len(track.generated))
+        stop = track.checker.accept(kept.tokens)
+        if stop is None:
+            return kept
+        track.stop = stop
+        stopped.append(request_id)
+        return kept.first(stop.num_tokens)
 
     def _deliver(self, output: StepOutput | None) -> None:
         if output is None:
             return
         now = self._now
         for request_id, count in zip(output.request_ids.tolist(), output.tokens.tolist(), strict=True):
-            self._tracks[request_id].tokens += self._batches[request_id][:count]
+            kept = self._batches[request_id].first(count)
+            self._tracks[request_id].tokens += kept.tokens
+            self._tracks[request_id].logprobs += kept.logprobs
         for request_id in output.finished:
             self._tracks[request_id].finished = True
-        self._inbox.leave(len(output.finished))
+        self._inbox.leave(len(output.finished), now)
         delivery = Delivery(now, output.request_ids, output.tokens, output.finished)
         self.deliveries.append(delivery)
         if self._on_delivery is not None:
@@ -279,7 +330,6 @@ class RankEngine:
         """A step begins on the device when it was submitted, or when the one before it ended."""
         seconds = ended_s - max(ticket.started_s, self._busy_until_s)
         self._busy_until_s = ended_s
-        assert ticket.outputs is not None
         idle_s = math.nan
         if ticket.outputs.device_s is not None:
             seconds = ticket.outputs.device_s
@@ -292,22 +342,3 @@ class RankEngine:
         context = int(plan.decode.contexts.sum()) if plan is not None and decodes else 0
         step = SubmittedStep(seconds, ended_s, decodes, decodes * self._rows, rows, context)
         self.steps.append(CollectedStep(ended_s, step, kept, idle_s))
-
-    def _note_logprobs(self, ticket: _Ticket, result: HostResult) -> None:
-        assert result.logprobs is not None
-        row = 0
-        for request_id, tokens, kept in zip(ticket.decode_ids, result.tokens, result.kept, strict=False):
-            self._remember(request_id, result.logprobs[row : row + kept], tokens[:kept])
-            row += self._rows
-        row = result.tokens.shape[0] * self._rows
-        for place, request_id in enumerate(ticket.first_ids):
-            self._remember(request_id, result.logprobs[row + place : row + place + 1], result.first[place : place + 1])
-
-    def _remember(self, request_id: int, logprobs: torch.Tensor, tokens: Any) -> None:
-        track = self._tracks[request_id]
-        if track.params.logprobs is None:
-            return
-        values, ids = logprobs.topk(max(track.params.logprobs, 1), -1)
-        for i, token in enumerate(tokens.tolist()):
-            best = dict(zip(ids[i].tolist(), values[i].tolist(), strict=True)) if track.params.logprobs else {}
-            track.logprobs.append(best | {token: float(logprobs[i, token])})

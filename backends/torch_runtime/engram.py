@@ -18,8 +18,8 @@ def compressed_token_map(tokenizer_file: Path, hashing: EngramHash, vocab_size: 
     """Compressed id of every token id, int64 [vocab_size]: numbered by first appearance of a normalised text.
 
     Texts are normalised by NFKC, without accents, in lower case, white space folded (V4.1's reference). A token that is
-    no whole text by itself counts by its name. Raises UsageError when the tokenizer gives another number of ids than the
-    model's hash was made for.
+    no whole text by itself counts by its name. Raises UsageError when the tokenizer gives another number of ids than
+    the model's hash was made for.
     """
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     normalizer = normalizers.Sequence(

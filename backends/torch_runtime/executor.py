@@ -1,4 +1,4 @@
-"""Walks an execution graph: operator by operator in issue order, tensors in named slots, streams by the graph's edges."""
+"""Walks an execution graph: operators in issue order, tensors in named slots, streams by the graph's edges."""
 
 from __future__ import annotations
 
@@ -57,7 +57,12 @@ class Executor:
             torch.cuda.current_stream().wait_stream(self._side)
 
     def _compute_on_streams(
-        self, step: StepContext, position: int, issue: _Issue, slots: dict[str, Any], events: dict[int, torch.cuda.Event]
+        self,
+        step: StepContext,
+        position: int,
+        issue: _Issue,
+        slots: dict[str, Any],
+        events: dict[int, torch.cuda.Event],
     ) -> None:
         assert self._side is not None
         main = torch.cuda.current_stream()

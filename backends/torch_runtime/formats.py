@@ -166,4 +166,5 @@ def rounded_fp8(x: Tensor) -> Tensor:
 
 
 def _times_blocks(values: Tensor, scale: Tensor) -> Tensor:
-    return (values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    blocks: Tensor = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
+    return blocks.flatten(-2)

@@ -73,7 +73,7 @@ class PromptRows:
 
 
 def place_blocks(plan: StepPlan, tracks: Mapping[int, Track], block_tokens: int) -> Ints:
-    """(slot, place in its table, block) of every block that the step's requests were given, int32 [n, 3].
+    """(slot, place in its table, block) of every block that the step's requests were given, [n, 3].
 
     A table that begins at 0 begins a new run of its request.
     """
@@ -84,10 +84,12 @@ def place_blocks(plan: StepPlan, tracks: Mapping[int, Track], block_tokens: int)
             track.slot, track.started = table.slot, False
             track.shared_tokens = len(table.blocks) * block_tokens if table.shared else 0
         rows += [(table.slot, table.first + i, block) for i, block in enumerate(table.blocks)]
-    return np.asarray(rows, dtype=np.int32).reshape(-1, 3)
+    return np.asarray(rows, dtype=np.int64).reshape(-1, 3)
 
 
-def slot_starts(chunks: Sequence[PrefillChunk], tracks: Mapping[int, Track], keep_tokens: int | None) -> list[SlotStart]:
+def slot_starts(
+    chunks: Sequence[PrefillChunk], tracks: Mapping[int, Track], keep_tokens: int | None
+) -> list[SlotStart]:
     """The runs that begin with these chunks. Window keys exist from a run's first row on; those of bounded layers, with
     `keep_tokens`, from so many rows before the prompt's end on.
     """
@@ -147,8 +149,8 @@ def prompt_rows(chunks: Sequence[PrefillChunk], tracks: Mapping[int, Track], cp:
 def pieces(start: int, end: int, owner: int, cp: int) -> list[tuple[int, tuple[int, int]]]:
     """(rank, positions) that divide a chunk over cp ranks: 2 cp pieces, of which each rank has one from either end.
 
-    So all ranks see about as many keys, and the request's `owner`, which decodes it, has its first and last rows. Pieces
-    begin at even positions, so that no pair of tokens is cut; a chunk of few rows is the owner's alone.
+    So all ranks see about as many keys, and the request's `owner`, which decodes it, has its first and last rows.
+    Pieces begin at even positions, so that no pair of tokens is cut; a chunk of few rows is the owner's alone.
     """
     if cp == 1 or end - start < 4 * cp:
         return [(owner, (start, end))]

@@ -27,7 +27,7 @@ class RowArrays(NamedTuple):
     last: Tensor
     base: Tensor
 
-    def __len__(self) -> int:  # type: ignore[override]
+    def __len__(self) -> int:
         return self.slot.shape[0]
 
     def select(self, index: Tensor) -> RowArrays:

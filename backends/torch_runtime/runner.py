@@ -85,7 +85,9 @@ class _Follower:
         """The error with the requests that were not reported finished, and what these had."""
         unfinished = [i for i in range(self._total) if i not in self._finished]
         listed = ", ".join(map(str, unfinished[:_LISTED])) + (", ..." if len(unfinished) > _LISTED else "")
-        found = RankError(f"{error}; {len(unfinished)} of {self._total} requests are unfinished: {listed}", error.replies)
+        found = RankError(
+            f"{error}; {len(unfinished)} of {self._total} requests are unfinished: {listed}", error.replies
+        )
         found.partial = {i: tuple(self._tokens.get(i, ())) for i in unfinished}
         return found
 

@@ -123,6 +123,6 @@ def kv_storage(model: ModelSpec) -> KVStorage:
     """How the runtime stores a model's KV. Raises UsageError for a format that only other engines' kernels read."""
     if model.kv.name not in _STORAGES:
         raise UsageError(
-            f"KV format {model.kv.name!r} is planned for, but deepinfer's own kernels keep fp4, mxfp8 or bf16: set kv_format"
+            f"KV format {model.kv.name!r} can be planned; deepinfer's own kernels keep fp4, mxfp8 or bf16: set kv_format"
         )
     return _STORAGES[model.kv.name]

@@ -67,7 +67,9 @@ class StepBuilder:
 
     def mixed(self, slots: Tensor, prompts: PromptRows, max_context: int) -> StepContext:
         """A step with prompt rows."""
-        return self._step(slots, decode_rows(self._state, slots, self._state.shape.rows_per_request), prompts, max_context)
+        return self._step(
+            slots, decode_rows(self._state, slots, self._state.shape.rows_per_request), prompts, max_context
+        )
 
     def _step(self, slots: Tensor, decoding: RowArrays, prompts: PromptRows | None, max_context: int) -> StepContext:
         rank, state = self._rank, self._state
@@ -177,15 +179,15 @@ class Outputs:
         """Wait for the step to end."""
         if self.end is not None:
             self.end.synchronize()
-        arrays = (self._host[name].numpy() for name in ("tokens", "kept", "first"))
-        return HostResult(*arrays, self._logprobs)
+        tokens, kept, first = (self._host[name].numpy() for name in ("tokens", "kept", "first"))
+        return HostResult(tokens, kept, first, self._logprobs)
 
     @property
     def device_s(self) -> float | None:
         """Seconds of the step on the device, once it has ended; None where that is not measured."""
         if self.begin is None or self.end is None:
             return None
-        return self.begin.elapsed_time(self.end) / 1e3
+        return float(self.begin.elapsed_time(self.end)) / 1e3
 
 
 def _on_its_way(x: Tensor) -> Tensor:

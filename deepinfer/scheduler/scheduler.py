@@ -85,6 +85,11 @@ class Scheduler:
         return len(self._prefilling) + len(self._decoding.sequences) + len(self._receiving)
 
     @property
+    def unreported_preemptions(self) -> tuple[int, ...]:
+        """Requests preempted by decisions that made no step: the next plan reports them. Steps in flight are older."""
+        return tuple(self._unreported)
+
+    @property
     def num_kept(self) -> int:
         """Finished requests whose blocks another pool has still to read."""
         return len(self._kept)

@@ -10,7 +10,12 @@ from backends.torch_runtime.operators import attention, experts, streams, tokens
 OperatorCode = Callable[..., Any]
 """Takes a `Call` and the operator's input slots in order; returns its output slots, in a tuple if several."""
 
-OPERATORS: dict[str, OperatorCode] = {**streams.OPERATORS, **attention.OPERATORS, **experts.OPERATORS, **tokens.OPERATORS}
+OPERATORS: dict[str, OperatorCode] = {
+    **streams.OPERATORS,
+    **attention.OPERATORS,
+    **experts.OPERATORS,
+    **tokens.OPERATORS,
+}
 """By operator name. An operator that does nothing on devices, because its kernel is part of another's, returns its
 input slots.
 """

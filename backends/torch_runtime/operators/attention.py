@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backends.torch_runtime.context import Call
-from backends.torch_runtime.rows import RowArrays, entry_places, visible_entries
+from backends.torch_runtime.rows import RowArrays, visible_entries
 from backends.torch_runtime.views import EntryView
 
 
 class Latent(NamedTuple):
-    """Global entries that the rows complete, `raw` and normalised [m, dim]; a row that completes none has no use of its."""
+    """Global entries that the rows complete, `raw` and normalised [m, dim]; other rows' have no use."""
 
     raw: Tensor
     entries: Tensor
@@ -141,7 +142,8 @@ def index_q(call: Call, q_latent: Tensor) -> Tensor:
 def index_weights(call: Call, attn_in: Tensor) -> Tensor:
     """How much each index head counts, FP32 [m, heads], with the scales of heads and of their dimension."""
     scale = (call.attention.index_heads * call.attention.index_dim) ** -0.5
-    return call.kernels.linear_fp32(call.narrowed(attn_in), call.weights["attn.indexer.weights_proj"]) * scale
+    weights: Tensor = call.kernels.linear_fp32(call.narrowed(attn_in), call.weights["attn.indexer.weights_proj"])
+    return weights * scale
 
 
 def index_score(call: Call, q: Tensor, weights: Tensor, global_kv: Any) -> Tensor:
@@ -218,7 +220,9 @@ def _attend(call: Call, q: Tensor, window_kv: Tensor, selected: Tensor | None, r
         assert a.kv_owner is not None
         assert selected is not None
         entries = EntryView(state.main[a.kv_owner], state.block_table, view.local.slot[rows], selected[rows])
-    return call.kernels.sparse_attention(q[rows], call.weights["attn.attn_sink"].data, a.head_dim**-0.5, window, entries)
+    return call.kernels.sparse_attention(
+        q[rows], call.weights["attn.attn_sink"].data, a.head_dim**-0.5, window, entries
+    )
 
 
 def _rotated_back(call: Call, heads: Tensor, rows: slice) -> Tensor:
@@ -243,7 +247,7 @@ def o_b(call: Call, latent: Tensor) -> Tensor:
     return call.kernels.linear(latent, call.weights["attn.wo_b"])
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "compressor": compressor,
     "index_keys": index_keys,
     "store_global_kv": store_global_kv,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +130,7 @@ def _experts_slot(call: Call, dispatched: Dispatched) -> tuple[Dispatched, Tenso
     return dispatched, experts(call, dispatched)
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "router": router,
     "dispatch": dispatch,
     "shared_up": shared_up,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def engram_proj(call: Call, rows: Tensor) -> Tensor:
     return call.kernels.linear(rows, call.weights["engram.wkv"])
 
 
-def engram_gate(call: Call, kv: Tensor, carry: Any, ffn_out: Tensor | None, shared_out: Tensor | None) -> Streams:
+def engram_gate(call: Call, kv: Tensor, carry: Any, ffn_out: Tensor | None, shared_out: Tensor | None) -> Any:
     """The streams after the layer before, with the memory added where it agrees with them."""
     x = call.kernels.hc_expand(carry, ffn_out, shared_out)
     w = call.weights
@@ -121,7 +122,7 @@ def _draft_block(call: Call) -> Tensor:
     return torch.cat((call.rank.state.tokens[slots.long(), :1], noise), 1).flatten()
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "embedding": embedding,
     "engram_lookup": engram_lookup,
     "engram_proj": engram_proj,

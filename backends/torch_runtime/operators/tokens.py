@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,7 +137,8 @@ def draft_lm_head(call: Call, carry: Streams, ffn_out: Tensor, shared_out: Tenso
     norm = rank.draft_weights(last)["norm"].data
     hidden, normed = call.kernels.hc_leave(carry, ffn_out, shared_out, norm, rank.numerics.rms_norm_eps)
     call.step.outputs["draft_hidden"] = hidden.unflatten(0, (-1, rank.draft.block_size))
-    return call.kernels.linear_fp32(normed, rank.head).unflatten(0, (-1, rank.draft.block_size))
+    logits: Tensor = call.kernels.linear_fp32(normed, rank.head).unflatten(0, (-1, rank.draft.block_size))
+    return logits
 
 
 def draft_markov_embedding(call: Call, drafted: Any) -> Tensor:
@@ -177,7 +179,7 @@ def _before(call: Call) -> Tensor:
     return call.step.outputs["drafted"]
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "hc_head": hc_head,
     "lm_head": lm_head,
     "sample": sample,

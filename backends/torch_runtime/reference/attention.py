@@ -23,9 +23,7 @@ ROWS_AT_ONCE = 64
 _STORAGES: tuple[KVStorage, ...] = ("fp4", "mxfp8", "bf16", "fp32")
 
 
-def sparse_attention(
-    q: Tensor, sink: Tensor, scale: float, window: WindowView, entries: EntryView | None
-) -> Tensor:
+def sparse_attention(q: Tensor, sink: Tensor, scale: float, window: WindowView, entries: EntryView | None) -> Tensor:
     """Attention of q [m, heads, dim] over each row's window keys and selected entries; keys are values too.
 
     `sink` FP32 [heads] is the logit of a key without value. Rows without any key give zeros.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -83,7 +84,7 @@ def grouped_experts(x: Tensor, weights: Tensor, pairs: Pairs, w13: Weight, w2: W
     """
     out = x.new_zeros(len(pairs.row), x.shape[-1])
     bounds = pairs.offsets.tolist()
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for expert, (start, end) in enumerate(itertools.pairwise(bounds)):
         if start == end:
             continue
         row, slot = pairs.row[start:end].long(), pairs.slot[start:end].long()

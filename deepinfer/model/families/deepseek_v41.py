@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -54,7 +54,7 @@ class _V41Text(CompressedConfig):
     hc_sinkhorn_iters: PositiveInt = 20
     swiglu_limit: float = 10.0
     routed_scaling_factor: float = 1.5
-    gate_temp: Literal[1.0] = 1.0
+    gate_temp: Annotated[float, Field(ge=1.0, le=1.0)] = 1.0
     norm_topk_prob: Literal[True] = True
     scoring_func: Literal["sqrtsoftplus"] = "sqrtsoftplus"
     rope_theta: float = 10_000.0
