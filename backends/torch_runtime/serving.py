@@ -51,7 +51,7 @@ class ServeMessage:
 
 @dataclass(frozen=True)
 class ReplicaProgress:
-    """What rank 0's replica has done since its last report: new tokens of requests, and who finished."""
+    """What a replica has done since its last report: new tokens of requests, and who finished."""
 
     tokens: dict[int, list[int]]
     finished: tuple[int, ...]
@@ -95,7 +95,9 @@ class _Rank:
         self._deployment, self._source, self._number = deployment, source, context.rank
         kind = device_kind(payload.device)
         device = kind.take(context.device_index)
-        self._comm = comm = Communicator(deployment.layout, context.rank, device)
+        numerics = deployment.model.numerics
+        tables = numerics is not None and numerics.engram is not None
+        self._comm = comm = Communicator(deployment.layout, context.rank, device, lockstep=tables)
         dtype = kind.dtype if source.dtype == "auto" else getattr(torch, source.dtype)
         weights = _weights(deployment, source, comm, dtype)
         rank = rank_context(
@@ -117,24 +119,24 @@ class _Rank:
         layout, place = self._deployment.layout, self._comm.replica.place
         replicas = layout.num_ranks // layout.replica_ranks
         replica = self._number // layout.replica_ranks
-        mine = {i: r for i, r in enumerate(message.requests) if i % replicas == replica}
-        scheduler = Scheduler(self._deployment.scheduler_config())
+        concurrency = message.pacing.concurrency
+        serving = min(replicas, concurrency or replicas)  # a replica without a place would never finish
+        mine = {i: r for i, r in enumerate(message.requests) if i % serving == replica}
+        scheduler = Scheduler(self._engine.scheduler_config)
         wanted = {i: _engine_request(i, r, self._deployment.settings.block_tokens) for i, r in mine.items()}
         fitting = {i: request for i, request in wanted.items() if scheduler.fits(request)}
         tracks = {i: self._track(mine[i]) for i in fitting}
-        share = message.pacing.concurrency
-        if share is not None:
-            share = share // replicas + (replica < share % replicas)
+        share = None if concurrency is None else concurrency // serving + (replica < concurrency % serving)
         inbox = Inbox([(mine[i].arrival_s, request) for i, request in fitting.items()], share)
-        report = _Reporter(channel, tracks) if self._number == 0 else None
+        report = _Reporter(channel, tracks) if place == 0 else None
         self._comm.agree_max(0)  # start together
         deliveries, steps, scheduler = self._engine.serve(tracks, inbox, message.pacing.stop_s, report)
-        wall_s = steps[-1].at_s if steps else 0.0
+        wall_s = max((event.at_s for event in (*steps[-1:], *deliveries[-1:])), default=0.0)
         group = self._number // layout.step_group
         if place:
             return ReplicaResult(group, wall_s)
         ends = {i: _end(tracks[i]) for i in fitting}
-        tokens = self._deployment.settings.block_tokens * self._deployment.budget.num_blocks
+        tokens = self._deployment.settings.block_tokens * self._engine.scheduler_config.num_blocks
         ends |= {i: _ignored(mine[i], tokens) for i in wanted.keys() - fitting.keys()}
         return ReplicaResult(
             group,
@@ -219,9 +221,9 @@ def _end(track: Track) -> RequestEnd:
     cause: str | int | None = None
     if track.stop is not None:
         reason, cause = "stop", track.stop.cause
-    elif not track.finished or track.aborted:
+    elif not track.finished:
         reason, cause = "aborted", "the run ended first"
-    logprobs = tuple(track.logprobs[: len(track.generated)]) if track.params.logprobs is not None else None
+    logprobs = tuple(track.logprobs) if track.params.logprobs is not None else None
     return RequestEnd(tuple(track.generated), reason, cause, logprobs)
 
 
