@@ -130,20 +130,20 @@ def gather_window_kv(call: Call, records: Tensor) -> Tensor:
 def q_b(call: Call, q_latent: Tensor) -> Tensor:
     """Queries of every head, rotated: [m, heads, dim]."""
     q = call.kernels.linear(q_latent, call.weights["attn.wq_b"]).unflatten(1, (call.attention.num_heads, -1))
-    return call.kernels.rope(q, *call.rotary)
+    return call.kernels.rope(q, *call.rotary, inplace=True)
 
 
 def index_q(call: Call, q_latent: Tensor) -> Tensor:
     """Index queries, rotated: [m, heads, dim]."""
     q = call.kernels.linear(q_latent, call.weights["attn.indexer.wq_b"]).unflatten(1, (call.attention.index_heads, -1))
-    return call.kernels.rope(q, *call.rotary)
+    return call.kernels.rope(q, *call.rotary, inplace=True)
 
 
 def index_weights(call: Call, attn_in: Tensor) -> Tensor:
     """How much each index head counts, FP32 [m, heads], with the scales of heads and of their dimension."""
     scale = (call.attention.index_heads * call.attention.index_dim) ** -0.5
     weights: Tensor = call.kernels.linear_fp32(call.narrowed(attn_in), call.weights["attn.indexer.weights_proj"])
-    return weights * scale
+    return weights.mul_(scale)
 
 
 def index_score(call: Call, q: Tensor, weights: Tensor, global_kv: Any) -> Tensor:
@@ -227,7 +227,7 @@ def _attend(call: Call, q: Tensor, window_kv: Tensor, selected: Tensor | None, r
 
 def _rotated_back(call: Call, heads: Tensor, rows: slice) -> Tensor:
     cos, sin = call.rotary
-    return call.kernels.rope(heads, cos[rows], sin[rows], inverse=True)
+    return call.kernels.rope(heads, cos[rows], sin[rows], inverse=True, inplace=True)
 
 
 def _keep_window(call: Call, records: Tensor) -> None:
