@@ -67,10 +67,11 @@ class Communicator:
 
     Made by all ranks at once, in a torch.distributed world of exactly the layout's ranks; an engine of one rank needs
     none. All ranks of a group call its collectives in the same order. The first use of a group connects it: use it once
-    before capturing a CUDA graph.
+    before capturing a CUDA graph. With `lockstep` all ranks of the engine step together, not only those that share
+    experts or a replica: tables spread over the engine answer every rank in every step.
     """
 
-    def __init__(self, layout: ParallelLayout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: ParallelLayout, rank: int, device: torch.device, lockstep: bool = False) -> None:
         self.layout = layout
         self.rank = rank
         self.device = device
@@ -80,7 +81,7 @@ class Communicator:
         self.expert = groups.make("expert", transport)
         self.engine = groups.make("engine", transport)
         # Apart from the rows' groups, which a step in flight may be using while the host agrees on the next.
-        self.step = groups.make("step", "gloo", purpose="host")
+        self.step = groups.make("engine" if lockstep else "step", "gloo", purpose="host")
         self._engine_hosts = groups.make("engine", "gloo", purpose="host")
 
     def agree_max(self, value: int) -> int:

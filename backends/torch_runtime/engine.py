@@ -212,7 +212,7 @@ class RankEngine:
         return Arrived(tuple((0, request) for request in taken), self._inbox.is_closed)
 
     def _agree(self, activity: Activity) -> Activity:
-        """What the step group does next, and what time it is there: ranks of a replica must let in the same requests."""
+        """What the step group does next, and what time it is there: a replica's ranks must let in the same requests."""
         most, agreed_us = self._rank.comm.agree_max_each(int(activity), int(self._now * 1e6))
         self._agreed_s = agreed_us / 1e6
         self._is_over = self._stop_s is not None and self._agreed_s > self._stop_s
@@ -281,7 +281,7 @@ class RankEngine:
         return {request_id: tokens for mate in mates for request_id, tokens in everyone[mate].items()}
 
     def _kept(self, request_id: int, result: HostResult, tokens: npt.NDArray[np.int32], row: int) -> _Kept:
-        """Tokens of rows from `row` on, with as many log-probabilities as the request asks for, and each token's own."""
+        """Tokens of rows from `row` on, each with its log-probability and as many others as the request asks for."""
         number = self._tracks[request_id].params.logprobs
         listed = tokens.tolist()
         if number is None or result.logprobs is None:
@@ -297,7 +297,7 @@ class RankEngine:
         )
 
     def _accepted(self, number: int, request_id: int, kept: _Kept, stopped: list[int]) -> _Kept:
-        """What is kept up to the token that ends the request, if one does; nothing of a run that was preempted since."""
+        """What is kept up to the token that ends the request, if one does; nothing of a run preempted since."""
         track = self._tracks[request_id]
         preempted = number < track.void_before or request_id in self._scheduler.unreported_preemptions
         if track.finished or preempted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -54,7 +55,7 @@ class TorchRunner:
         try:
             replies = self._ranks.call(ServeMessage(tuple(requests), pacing), follower)
         except RankError as error:
-            raise follower.lost(error) from error
+            raise lost(len(requests), error) from error
         return merged(self._deployment, len(requests), [r for r in replies if isinstance(r, ReplicaResult)])
 
     def close(self) -> None:
@@ -81,15 +82,23 @@ class _Follower:
             count = sum(map(len, self._tokens.values()))
             self._progress(Progress(len(self._finished), self._total, count, time.perf_counter() - self._start_s))
 
-    def lost(self, error: RankError) -> RankError:
-        """The error with the requests that were not reported finished, and what these had."""
-        unfinished = [i for i in range(self._total) if i not in self._finished]
-        listed = ", ".join(map(str, unfinished[:_LISTED])) + (", ..." if len(unfinished) > _LISTED else "")
-        found = RankError(
-            f"{error}; {len(unfinished)} of {self._total} requests are unfinished: {listed}", error.replies
-        )
-        found.partial = {i: tuple(self._tokens.get(i, ())) for i in unfinished}
-        return found
+
+def lost(num_requests: int, error: RankError) -> RankError:
+    """The error with the requests that no replica reported finished, and what these had."""
+    finished: set[int] = set()
+    tokens: dict[int, list[int]] = {}
+    for report in chain.from_iterable(error.replies.values()):
+        if isinstance(report, ReplicaResult):
+            finished.update(report.ends)
+        elif isinstance(report, ReplicaProgress):
+            finished.update(report.finished)
+            for request_id, new in report.tokens.items():
+                tokens.setdefault(request_id, []).extend(new)
+    unfinished = [i for i in range(num_requests) if i not in finished]
+    listed = ", ".join(map(str, unfinished[:_LISTED])) + (", ..." if len(unfinished) > _LISTED else "")
+    found = RankError(f"{error}; {len(unfinished)} of {num_requests} requests are unfinished: {listed}", error.replies)
+    found.partial = {i: tuple(tokens.get(i, ())) for i in unfinished}
+    return found
 
 
 def merged(deployment: Deployment, num_requests: int, results: Sequence[ReplicaResult]) -> GenerationRun:
