@@ -32,7 +32,6 @@ class Track:
     started: bool = False
     void_before: int = 0
     finished: bool = False
-    aborted: bool = False
     stop: Stop | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
 
