@@ -7,7 +7,7 @@ expert of its tile in `Pairs.offsets` and programs beyond the last tile end at o
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
-# ruff: noqa: N803
+# ruff: noqa: N803, N806
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ from backends.torch_runtime.reference.gemm import Pairs
 from deepinfer.errors import UsageError
 
 EXPERT_TILINGS = (
-    (16, Tiling(tokens=16, weights=128, warps=4, stages=4)),
-    (64, Tiling(tokens=64, weights=128, warps=4, stages=3)),
+    (12, Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2)),
+    (64, Tiling(tokens=64, weights=128, warps=8, stages=4)),
     (None, Tiling(tokens=128, weights=128, warps=8, stages=4)),
 )
-"""Tiles by the most pairs per expert that they are for; the last for any number."""
+"""Tiles by the most pairs per expert that they are for; the last for any number. Chosen on an H200 from those that
+`benchmarks/kernels_gemm.py --sweep` tries (torch 2.11, Triton 3.6)."""
 
 
 @triton.jit
@@ -135,13 +136,13 @@ def grouped_experts(
     limit: float,
     *,
     expected: int | None = None,
-    tilings: tuple[Tiling, Tiling] | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """Each pair's expert applied to its row of x [m, h]: [p, h] in x.dtype; see the reference.
 
     Rows of unused pairs hold anything. `expected` is how many pairs are likely to be used, all unless told: it
-    chooses the tiles, as `tilings` (of gate and up, and of down) does by name. Raises UsageError for weights that are
-    not MXFP4 or whose widths are no multiples of 128.
+    chooses the tiles, unless `tiling` names them. Raises UsageError for weights that are not MXFP4 or whose widths
+    are no multiples of 128.
     """
     h, f, count = x.shape[-1], w2.data.shape[-1] * 2, w2.data.shape[0]
     if w13.storage != "mxfp4" or w2.storage != "mxfp4" or h % SPAN or f % SPAN:
@@ -150,16 +151,24 @@ def grouped_experts(
             f"not {w13.storage} {h} and {w2.storage} {f}"
         )
     p = len(pairs.row)
-    y = torch.empty(p, h, dtype=x.dtype, device=x.device)
     if not p:
-        return y
-    path, experts = path_of(x.device), triton.next_power_of_2(count)
-    usual = tilings or tilings_for((p if expected is None else expected) / count)
-    gate_up, down = fitted(usual[0], path, h), fitted(usual[1], path, f)
-    active = empty_activations((p, f), x.device)
-    _gate_up_kernel[_grid(p, count, f, gate_up.tokens, gate_up.weights // 2)](
-        *round_activations(x, fp4=True),
-        *stored_words(w13, gate_up.spans),
+        return torch.empty(p, h, dtype=x.dtype, device=x.device)
+    tiling = tiling or tiling_for((p if expected is None else expected) / count)
+    active = gate_up(round_activations(x, fp4=True), weights, pairs, w13, limit, tiling)
+    return down(active, pairs, w2, x.dtype, tiling)
+
+
+def gate_up(
+    x: tuple[Tensor, Tensor], weights: Tensor, pairs: Pairs, w13: Weight, limit: float, tiling: Tiling
+) -> tuple[Tensor, Tensor]:
+    """Rounded activations [m, h] to those of the pairs [p, f]: SwiGLU of the product with w13, weighted."""
+    count, h, f = w13.data.shape[0], x[0].shape[-1], w13.data.shape[1] // 2
+    path, p = path_of(x[0].device), len(pairs.row)
+    tiling = fitted(tiling, path, h)
+    active = empty_activations((p, f), x[0].device)
+    _gate_up_kernel[_grid(p, count, f, tiling.tokens, tiling.weights // 2)](
+        *x,
+        *stored_words(w13, tiling.spans),
         *active,
         pairs.row,
         pairs.slot,
@@ -170,29 +179,37 @@ def grouped_experts(
         count,
         weights.shape[-1],
         limit,
-        EXPERTS=experts,
+        EXPERTS=triton.next_power_of_2(count),
         PATH=path,
-        **gate_up.options,
+        **tiling.options,
     )
-    _down_kernel[_grid(p, count, h, down.tokens, down.weights)](
+    return active
+
+
+def down(active: tuple[Tensor, Tensor], pairs: Pairs, w2: Weight, dtype: torch.dtype, tiling: Tiling) -> Tensor:
+    """Rounded activations of the pairs [p, f] times w2: [p, h]."""
+    count, h, f = *w2.data.shape[:2], active[0].shape[-1]
+    path, p = path_of(active[0].device), len(pairs.row)
+    tiling = fitted(tiling, path, f)
+    y = torch.empty(p, h, dtype=dtype, device=active[0].device)
+    _down_kernel[_grid(p, count, h, tiling.tokens, tiling.weights)](
         *active,
-        *stored_words(w2, down.spans),
+        *stored_words(w2, tiling.spans),
         y,
         pairs.offsets,
         h,
         f,
         count,
-        EXPERTS=experts,
+        EXPERTS=triton.next_power_of_2(count),
         PATH=path,
-        **down.options,
+        **tiling.options,
     )
     return y
 
 
-def tilings_for(pairs_per_expert: float) -> tuple[Tiling, Tiling]:
-    """Tiles of gate and up, and of down."""
-    tiling = next(tiling for most, tiling in EXPERT_TILINGS if most is None or pairs_per_expert <= most)
-    return tiling, tiling
+def tiling_for(pairs_per_expert: float) -> Tiling:
+    """The tiles for a number of pairs per expert."""
+    return next(tiling for most, tiling in EXPERT_TILINGS if most is None or pairs_per_expert <= most)
 
 
 def _grid(pairs: int, experts: int, columns: int, tokens: int, weights: int) -> tuple[int]:

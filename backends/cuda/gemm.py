@@ -34,6 +34,7 @@ __all__ = [
     "swiglu",
 ]
 
+
 @dataclass(frozen=True)
 class LinearTiling:
     """The tiles for up to `rows` rows, and how many programs the columns of a weight are split for at most."""
@@ -45,11 +46,12 @@ class LinearTiling:
 
 LINEAR_TILINGS = (
     LinearTiling(16, Tiling(tokens=16, weights=64, warps=4, stages=4), programs=396),
-    LinearTiling(64, Tiling(tokens=64, weights=128, warps=4, stages=4), programs=264),
-    LinearTiling(256, Tiling(tokens=256, weights=128, warps=8, stages=3), programs=132),
+    LinearTiling(64, Tiling(tokens=64, weights=128, warps=8, stages=4), programs=132),
+    LinearTiling(256, Tiling(tokens=128, weights=128, warps=8, stages=3), programs=132),
     LinearTiling(None, Tiling(tokens=256, weights=128, warps=8, stages=3)),
 )
-"""By number of rows; a range that splits has one tile of tokens, so that the split does not depend on the rows."""
+"""By number of rows, with the same split for all the rows of a range. Chosen on an H200 from those that
+`benchmarks/kernels_gemm.py --sweep` tries (torch 2.11, Triton 3.6)."""
 NEIGHBOURS = 8
 """Tiles of tokens that share a tile of weights while it is in the L2 cache."""
 LEAST_STEPS = 3
