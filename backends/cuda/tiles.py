@@ -5,7 +5,7 @@ Two ways, chosen by the device:
 
 * `WIDEN` (Hopper): E4M3 and E2M1 values times a power of two are exact BF16 values, so weights are widened to BF16 in
   registers and multiplied by wgmma with FP32 accumulation: the exact product. Scales carry a factor 2^-64 that the
-  end takes off again, so that widening is one multiplication of a pair: weights are exact for scales from 2^-62 to
+  end takes off again, so that widening is one multiplication of a pair: weights are exact for scales from 2^-50 to
   2^64, and products far beyond the range of a model.
 * `BLOCK_SCALED` (Blackwell): `tl.dot_scaled`, the block-scaled MMA of tcgen05 on the stored values and scales.
 
