@@ -114,9 +114,7 @@ def measure_decode(runner: Runner, count: int, options: argparse.Namespace, rank
     for repeat in range(2):
         run = runner.generate(requests_of(count, options.context, tokens, vocab, seed=repeat), None, AT_ONCE)
     steps = run.record.steps
-    alone = [
-        i for i in range(1, len(steps.end_s)) if not steps.prefill_rows[i] and steps.decodes[i] == count
-    ][4:]
+    alone = [i for i in range(1, len(steps.end_s)) if not steps.prefill_rows[i] and steps.decodes[i] == count][4:]
     if len(alone) < 4:
         print(f"{count} requests: too few steps in which all decode")
         return
@@ -136,9 +134,7 @@ def requests_of(count: int, prompt: int, tokens: int, vocab: int, seed: int) -> 
     """Random prompts, greedy, of a fixed length."""
     generator = np.random.default_rng(seed)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=0)
-    return [
-        GenerationRequest(tuple(generator.integers(0, vocab, prompt).tolist()), params) for _ in range(count)
-    ]
+    return [GenerationRequest(tuple(generator.integers(0, vocab, prompt).tolist()), params) for _ in range(count)]
 
 
 if __name__ == "__main__":

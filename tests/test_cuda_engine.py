@@ -46,6 +46,7 @@ from deepinfer.scheduler.step import BlockTable, DecodeBatch, PrefillChunk, Step
 
 pytestmark = pytest.mark.gpu
 
+
 def true_widths(num_experts: int = 32) -> dict[str, Any]:
     """V4.1-Flash with eight layers, of every role, few experts and a small n-gram table."""
     config = shortened(8, engram_rows=1 << 18)
@@ -110,7 +111,9 @@ def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[in
     tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
     rank = rank_context(deployment, weights, comm, kernels, dtype, 4096, tokens)
     builder = StepBuilder(rank)
-    tracks = {i: Track(SamplingParams(), 0, len(p), p, StopChecker(SamplingParams(), ())) for i, p in enumerate(prompts)}
+    tracks = {
+        i: Track(SamplingParams(), 0, len(p), p, StopChecker(SamplingParams(), ())) for i, p in enumerate(prompts)
+    }
     chunks = [PrefillChunk(i, 0, len(p), len(p), True) for i, p in enumerate(prompts)]
     tables = [BlockTable(i, 0, tuple(range(16 * i, 16 * i + 16)), i) for i in tracks]
     nothing = np.zeros(0, dtype=np.int64)
@@ -132,8 +135,8 @@ def test_captured_steps_equal_eager_ones(folder: Path, prompts: list[list[int]])
 
 
 def test_drafts_change_no_token_in_the_test_mode(folder: Path, prompts: list[list[int]]) -> None:
-    plain = generate(folder, prompts, 16, dtype="float32")
-    drafted = generate(folder, prompts, 16, dtype="float32", nextn=3)
+    plain = generate(folder, prompts, 16, dtype="float64")
+    drafted = generate(folder, prompts, 16, dtype="float64", nextn=3)
     assert [o.token_ids for o in drafted] == [o.token_ids for o in plain]
 
 
@@ -152,8 +155,8 @@ def test_two_gpus_give_the_tokens_of_one(
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    one = generate(folder, prompts, 16, dtype="float32", nextn=nextn)
-    two = generate(folder, prompts, 16, dtype="float32", nextn=nextn, **layout)
+    one = generate(folder, prompts, 16, dtype="float64", nextn=nextn)
+    two = generate(folder, prompts, 16, dtype="float64", nextn=nextn, **layout)
     assert [o.token_ids for o in two] == [o.token_ids for o in one]
 
 
@@ -163,7 +166,7 @@ def test_two_gpus_replay_graphs(folder: Path, prompts: list[list[int]]) -> None:
         pytest.skip("needs two GPUs")
     eager = generate(folder, prompts, 16, logprobs=0, expert_parallel_size=2)
     captured = generate(folder, prompts, 16, expert_parallel_size=2)
-    agree = [a == b for e, c in zip(eager, captured, strict=True) for a, b in zip(e.token_ids, c.token_ids, strict=True)]
+    agree = [
+        a == b for e, c in zip(eager, captured, strict=True) for a, b in zip(e.token_ids, c.token_ids, strict=True)
+    ]
     assert np.mean(agree) > 0.5
-
-

@@ -10,6 +10,7 @@ kernel folds, with the same instructions: a row's bits depend neither on the num
 Semantics: `backends.torch_runtime.reference.attention`.
 """
 
+# ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
@@ -186,16 +187,26 @@ def _decode(record, live, PART: tl.constexpr, DIM: tl.constexpr, FP4: tl.constex
 
 @triton.jit
 def _fold_factors(top, part_top):
-    """The maximum of two softmaxes' maxima, and what running sums and a tile's sums are multiplied by to meet it."""
+    """The larger of two exponents, and the powers of two that bring running sums and a tile's sums to it."""
     new_top = tl.maximum(top, part_top)
     safe = tl.where(new_top == -float("inf"), 0.0, new_top)
-    return new_top, tl.exp2(top - safe), tl.exp2(part_top - safe)
+    keep = (tl.maximum(top - safe, -127.0).to(tl.int32) + 127) << 23
+    add = (tl.maximum(part_top - safe, -127.0).to(tl.int32) + 127) << 23
+    return new_top, keep.to(tl.float32, bitcast=True), add.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _folded(total, part, keep, add):
-    # The fused multiply-add is spelt out: the compiler must not choose differently in the two kernels that fold.
-    return tl.fma(total, tl.broadcast_to(keep, total.shape), part * add)
+def _folded(total, part, keep, NATIVE: tl.constexpr):
+    """total x keep + part, rounded once. Volatile, or the compiler moves all such sums of a tile behind its products,
+    whose results then fill the registers."""
+    keep = tl.broadcast_to(keep, total.shape)
+    if NATIVE:
+        total = tl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [total, keep, part], dtype=tl.float32, is_pure=False, pack=1
+        )
+    else:
+        total = tl.fma(total, keep, part)
+    return total
 
 
 @triton.jit
@@ -215,7 +226,20 @@ def _product(a, b, total, one, LOOPED: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, record, live, scale, one, sums, weight, top, DIM: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr, WGMMA: tl.constexpr):
+def _attend(
+    q,
+    record,
+    live,
+    scale,
+    one,
+    sums,
+    weight,
+    top,
+    DIM: tl.constexpr,
+    FP4: tl.constexpr,
+    NATIVE: tl.constexpr,
+    WGMMA: tl.constexpr,
+):
     """Fold one tile of keys into sums (4 x [heads, DIM / 4]), weight [heads] (of exponentials) and top [heads]."""
     even0, odd0 = _decode(record, live, 0, DIM, FP4, NATIVE)
     even1, odd1 = _decode(record, live, 1, DIM, FP4, NATIVE)
@@ -225,18 +249,19 @@ def _attend(q, record, live, scale, one, sums, weight, top, DIM: tl.constexpr, F
     logits = _product(q[2], tl.trans(even1), logits, one, WGMMA)
     logits = _product(q[3], tl.trans(odd1), logits, one, WGMMA)
     logits = tl.where(live[None, :], logits * scale, -float("inf"))
-    tile_top = tl.max(logits, 1)
+    # A whole exponent instead of the maximum itself: then all that folding multiplies by are powers of two, and it does
+    # not matter whether this happens to the weights before the product or to the sums behind it.
+    tile_top = tl.ceil(tl.max(logits, 1))
     p = tl.exp2(logits - tl.where(tile_top == -float("inf"), 0.0, tile_top)[:, None])
     top, keep, add = _fold_factors(top, tile_top)
-    weight = _folded(weight, tl.sum(p, 1), keep, add)
-    p = operand(p, NATIVE)
+    weight = _folded(weight, tl.sum(p, 1) * add, keep, NATIVE)
+    p = operand(p * add[:, None], NATIVE)
     keep = keep[:, None]
-    add = add[:, None]
     none = tl.zeros((p.shape[0], DIM // 4), tl.float32)
-    sums0 = _folded(sums[0], _product(p, even0, none, one, not WGMMA), keep, add)
-    sums1 = _folded(sums[1], _product(p, odd0, none, one, not WGMMA), keep, add)
-    sums2 = _folded(sums[2], _product(p, even1, none, one, not WGMMA), keep, add)
-    sums3 = _folded(sums[3], _product(p, odd1, none, one, not WGMMA), keep, add)
+    sums0 = _folded(sums[0], _product(p, even0, none, one, not WGMMA), keep, NATIVE)
+    sums1 = _folded(sums[1], _product(p, odd0, none, one, not WGMMA), keep, NATIVE)
+    sums2 = _folded(sums[2], _product(p, even1, none, one, not WGMMA), keep, NATIVE)
+    sums3 = _folded(sums[3], _product(p, odd1, none, one, not WGMMA), keep, NATIVE)
     return (sums0, sums1, sums2, sums3), weight, top
 
 
@@ -253,7 +278,12 @@ def _normaliser(weight, top, sink, head, heads):
 
 @triton.jit
 def _loaded_q(at, mask, QUARTER: tl.constexpr, NATIVE: tl.constexpr):
-    return operand(tl.load(at + 2 * tl.arange(0, QUARTER)[None, :], mask=mask, other=0.0), NATIVE)
+    """Every second column from `at` [heads]. A plain load, which goes to shared memory: other operands stay in registers.
+
+    Transposed, since Triton lays threads along the first axis where neither is contiguous.
+    """
+    q = tl.load(at[None, :] + 2 * tl.arange(0, QUARTER)[:, None], mask=mask[None, :], other=0.0)
+    return tl.trans(operand(q, NATIVE))
 
 
 @triton.jit
@@ -265,13 +295,25 @@ def _store_columns(at, even, odd, mask):
 
 
 @triton.jit
-def _entry_addresses(place, chosen, table, main, topk, per_block, MAIN_BYTES: tl.constexpr):
-    """Addresses of the records of selected entries, and which places hold one."""
+def _prefetch(record, RECORD: tl.constexpr, LINES: tl.constexpr):
+    """Ask the L2 cache for records at n addresses."""
+    line = tl.minimum(tl.arange(0, LINES) * 128, RECORD - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [record.to(tl.int64)[:, None] + line],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _entry_records(place, chosen, table, topk, PER_BLOCK: tl.constexpr):
+    """Which records of the main cache the selected entries are, int32; -1 at places without one."""
     entry = tl.load(chosen + place, mask=place < topk, other=-1)
-    live = entry >= 0
-    entry = tl.maximum(entry, 0)
-    block = tl.load(table + entry // per_block, mask=live, other=0).to(tl.int64)
-    return main + (block * per_block + entry % per_block) * MAIN_BYTES, live
+    block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+    return tl.where(entry >= 0, block * PER_BLOCK + entry % PER_BLOCK, -1)
 
 
 @triton.jit(do_not_specialize=["one"])
@@ -295,11 +337,11 @@ def _attention_kernel(
     partial,
     statistics,
     heads,
-    ring_len,
-    per_block,
     max_blocks,
     topk,
     DIM: tl.constexpr,
+    RING_LEN: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     WINDOW_BYTES: tl.constexpr,
     MAIN_BYTES: tl.constexpr,
     FP4: tl.constexpr,
@@ -334,17 +376,16 @@ def _attention_kernel(
         entry_start = tl.maximum(tile - WINDOW_TILES, 0)
         entry_end = tl.minimum(entry_end, tile - WINDOW_TILES + 1)
 
-    QUARTER: tl.constexpr = DIM // 4
+    quarter: tl.constexpr = DIM // 4
     lane = tl.arange(0, HEADS)
     head = tl.program_id(1) * HEADS + lane
-    real = (head < heads)[:, None]
-    # Loaded with a stride: an operand that is a plain load goes to shared memory, any other is kept in registers.
-    at = q + (row * heads + head[:, None]) * DIM
-    q0 = _loaded_q(at, real, QUARTER, NATIVE)
-    q1 = _loaded_q(at + 1, real, QUARTER, NATIVE)
-    q2 = _loaded_q(at + 2 * QUARTER, real, QUARTER, NATIVE)
-    q3 = _loaded_q(at + (2 * QUARTER + 1), real, QUARTER, NATIVE)
-    zeros = tl.zeros((HEADS, QUARTER), tl.float32)
+    real = head < heads
+    at = q + (row * heads + head) * DIM
+    q0 = _loaded_q(at, real, quarter, NATIVE)
+    q1 = _loaded_q(at + 1, real, quarter, NATIVE)
+    q2 = _loaded_q(at + 2 * quarter, real, quarter, NATIVE)
+    q3 = _loaded_q(at + (2 * quarter + 1), real, quarter, NATIVE)
+    zeros = tl.zeros((HEADS, quarter), tl.float32)
     sums = (zeros, zeros, zeros, zeros)
     weight = tl.zeros((HEADS,), tl.float32)
     top = tl.full((HEADS,), -float("inf"), tl.float32)
@@ -352,41 +393,42 @@ def _attention_kernel(
     slot = tl.maximum(tl.load(window_slot + row), 0).to(tl.int64)
     for tile in tl.range(window_start, window_end, num_stages=1):
         place = tile * TILE + key
-        in_ring = ring + (slot * ring_len + (low + place) % ring_len) * WINDOW_BYTES
+        in_ring = ring + (slot * RING_LEN + (low + place) % RING_LEN) * WINDOW_BYTES
         in_buffer = buffer + (first - num_ring + place).to(tl.int64) * WINDOW_BYTES
-        record = tl.where(place < num_ring, in_ring, in_buffer)
+        address = tl.where(place < num_ring, in_ring, in_buffer)
         sums, weight, top = _attend(
-            (q0, q1, q2, q3), record, place < num_window, scale, one, sums, weight, top, DIM, False, NATIVE, WGMMA
+            (q0, q1, q2, q3), address, place < num_window, scale, one, sums, weight, top, DIM, False, NATIVE, WGMMA
         )
     if ENTRIES:
         table = block_table + tl.maximum(tl.load(entry_slot + row), 0).to(tl.int64) * max_blocks
-        place = entry_start * TILE + key
-        record, live = _entry_addresses(place, chosen, table, main, topk, per_block, MAIN_BYTES)
+        record = _entry_records(entry_start * TILE + key, chosen, table, topk, PER_BLOCK)
         for tile in tl.range(entry_start, entry_end, num_stages=1):
-            # The next tile's addresses hang on two loads; they arrive behind this tile's products.
-            place = (tile + 1) * TILE + key
-            next_record, next_live = _entry_addresses(place, chosen, table, main, topk, per_block, MAIN_BYTES)
+            address = main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES
+            live = record >= 0
+            if not SPLIT:
+                # The next tile's addresses hang on two loads, its records on a third.
+                record = _entry_records((tile + 1) * TILE + key, chosen, table, topk, PER_BLOCK)
+                if NATIVE:
+                    _prefetch(main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES, MAIN_BYTES, 4 if FP4 else 8)
             sums, weight, top = _attend(
-                (q0, q1, q2, q3), record, live, scale, one, sums, weight, top, DIM, FP4, NATIVE, WGMMA
+                (q0, q1, q2, q3), address, live, scale, one, sums, weight, top, DIM, FP4, NATIVE, WGMMA
             )
-            record = next_record
-            live = next_live
 
     if SPLIT:
         base = (row * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
         tl.store(statistics + base * 2 * HEADS + lane, top)
         tl.store(statistics + base * 2 * HEADS + HEADS + lane, weight)
         if (window_end > window_start) | (entry_end > entry_start):
-            shares = partial + (base * HEADS + lane[:, None]) * DIM + tl.arange(0, QUARTER)[None, :]
+            shares = partial + (base * HEADS + lane[:, None]) * DIM + tl.arange(0, quarter)[None, :]
             tl.store(shares, sums[0])
-            tl.store(shares + QUARTER, sums[1])
-            tl.store(shares + 2 * QUARTER, sums[2])
-            tl.store(shares + 3 * QUARTER, sums[3])
+            tl.store(shares + quarter, sums[1])
+            tl.store(shares + 2 * quarter, sums[2])
+            tl.store(shares + 3 * quarter, sums[3])
     else:
         factor = _normaliser(weight, top, sink, head, heads)[:, None]
         to = out + (row * heads + head[:, None]) * DIM
-        _store_columns(to, sums[0] * factor, sums[1] * factor, real)
-        _store_columns(to + DIM // 2, sums[2] * factor, sums[3] * factor, real)
+        _store_columns(to, sums[0] * factor, sums[1] * factor, real[:, None])
+        _store_columns(to + DIM // 2, sums[2] * factor, sums[3] * factor, real[:, None])
 
 
 @triton.jit
@@ -400,12 +442,13 @@ def _merge_kernel(
     TILES: tl.constexpr,
     HEADS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     """Fold the tiles of a row for COLUMNS even and odd columns of one half."""
     row = tl.program_id(0).to(tl.int64)
-    PER_HALF: tl.constexpr = DIM // 4 // COLUMNS
-    half = tl.program_id(2) // PER_HALF
-    near = tl.program_id(2) % PER_HALF * COLUMNS
+    per_half: tl.constexpr = DIM // 4 // COLUMNS
+    half = tl.program_id(2) // per_half
+    near = tl.program_id(2) % per_half * COLUMNS
     lane = tl.arange(0, HEADS)
     even = tl.zeros((HEADS, COLUMNS), tl.float32)
     odd = tl.zeros((HEADS, COLUMNS), tl.float32)
@@ -421,9 +464,9 @@ def _merge_kernel(
         part_even = tl.load(at, mask=written, other=0.0)
         part_odd = tl.load(at + DIM // 4, mask=written, other=0.0)
         top, keep, add = _fold_factors(top, part_top)
-        weight = _folded(weight, part_weight, keep, add)
-        even = _folded(even, part_even, keep[:, None], add[:, None])
-        odd = _folded(odd, part_odd, keep[:, None], add[:, None])
+        weight = _folded(weight, part_weight * add, keep, NATIVE)
+        even = _folded(even, part_even * add[:, None], keep[:, None], NATIVE)
+        odd = _folded(odd, part_odd * add[:, None], keep[:, None], NATIVE)
     head = tl.program_id(1) * HEADS + lane
     factor = _normaliser(weight, top, sink, head, heads)[:, None]
     at = out + (row * heads + head[:, None]) * DIM + half * (DIM // 2) + 2 * near
@@ -468,11 +511,11 @@ def sparse_attention(
         shares,
         statistics,
         heads,
-        window.ring.shape[1],
-        1 if entries is None else entries.main.shape[1],
         0 if entries is None else entries.block_table.shape[1],
         topk,
         DIM=dim,
+        RING_LEN=window.ring.shape[1],
+        PER_BLOCK=1 if entries is None else entries.main.shape[1],
         WINDOW_BYTES=window.ring.shape[-1],
         MAIN_BYTES=0 if entries is None else entries.main.shape[-1],
         FP4=fp4,
@@ -490,7 +533,17 @@ def sparse_attention(
         columns = min(tiling.merge_columns, dim // 4)
         grid = (m, groups, dim // 2 // columns)
         _merge_kernel[grid](
-            shares, statistics, sink, out, heads, DIM=dim, TILES=tiles, HEADS=HEADS, COLUMNS=columns, num_warps=4
+            shares,
+            statistics,
+            sink,
+            out,
+            heads,
+            DIM=dim,
+            TILES=tiles,
+            HEADS=HEADS,
+            COLUMNS=columns,
+            NATIVE=native,
+            num_warps=4,
         )
     return out
 

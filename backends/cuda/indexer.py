@@ -9,6 +9,7 @@ survivors. No sum of floating-point numbers and no atomic: the result is one set
 Semantics: `backends.torch_runtime.reference.attention`.
 """
 
+# ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
@@ -29,11 +30,11 @@ SEGMENT = 8192
 
 @dataclass(frozen=True)
 class Scoring:
-    """How scoring is cut: keys of a tile, rows that may share it, rows of one product, programs of a launch aimed at."""
+    """How scoring is cut: keys of a tile, rows that may share it, rows of a product, programs aimed at."""
 
     tile: int = 128
     share: int = 16
-    rows: int = 2
+    rows: int = 4
     programs: int = 2048
     num_warps: int = 4
 
@@ -73,15 +74,84 @@ def _round_q_kernel(q, out, BLOCKS: tl.constexpr, PADDED: tl.constexpr, NATIVE: 
 
 
 @triton.jit
-def _decoded_keys(record, live, DIM: tl.constexpr, NATIVE: tl.constexpr):
-    """Even and odd columns, BF16 [n, DIM / 2], of the index records at n addresses."""
-    mask = live[:, None]
-    packed = tl.load(record[:, None] + tl.arange(0, DIM // 2)[None, :], mask=mask, other=0)
-    scale = tl.load(record[:, None] + (DIM // 2 + tl.arange(0, DIM // 32)[None, :]), mask=mask, other=0)
-    return unpack_e2m1(packed, spread(power_of_two(scale.to(tl.int32) + _KEY_EXPONENT), 16), NATIVE)
+def _key_tile(
+    tile,
+    candidates,
+    table,
+    keys,
+    columns,
+    limit,
+    DIM: tl.constexpr,
+    RECORD: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
+    CANDIDATE_BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Codes and scales of a tile's index records, and the entries its columns stand for (-1: not before `limit`)."""
+    column = tile * TILE + tl.arange(0, TILE)
+    entry = column
+    if CANDIDATE_BLOCK > 0:
+        block = tl.load(candidates + column // CANDIDATE_BLOCK, mask=column < columns, other=-1)
+        entry = tl.where(block < 0, -1, block * CANDIDATE_BLOCK + column % CANDIDATE_BLOCK)
+    entry = tl.where((entry < limit) & (column < columns), entry, -1)
+    live = entry >= 0
+    place = tl.maximum(entry, 0)
+    block = tl.load(table + place // PER_BLOCK, mask=live, other=0).to(tl.int64)
+    record = keys + (block * PER_BLOCK + place % PER_BLOCK) * RECORD
+    packed = tl.load(record[:, None] + tl.arange(0, DIM // 2)[None, :], mask=live[:, None], other=0)
+    scale = tl.load(record[:, None] + (DIM // 2 + tl.arange(0, DIM // 32)[None, :]), mask=live[:, None], other=0)
+    return packed, scale, entry
 
 
 @triton.jit
+def _score_rows(
+    even,
+    odd,
+    entry,
+    column,
+    q,
+    weights,
+    visible,
+    scores,
+    columns,
+    first,
+    end,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Scores of a decoded tile of keys for the rows [first, end), ROWS of them in a product."""
+    for row in tl.range(first, end, ROWS, num_stages=2):
+        lane = tl.arange(0, ROWS * HEADS)
+        owner = (row + lane // HEADS).to(tl.int64)
+        mask = owner < end
+        head = q + owner * (HEADS * DIM) + lane % HEADS * (DIM // 2)
+        part = head[:, None] + tl.arange(0, DIM // 2)[None, :]
+        q_even = tl.load(part, mask=mask[:, None], other=0.0)
+        q_odd = tl.load(part + HEADS * (DIM // 2), mask=mask[:, None], other=0.0)
+        total = tl.dot(even, tl.trans(q_even))
+        total = tl.dot(odd, tl.trans(q_odd), total)
+        weight = tl.load(weights + owner * HEADS + lane % HEADS, mask=mask, other=0.0) * _UNDONE
+        total = tl.maximum(total, 0.0) * weight[None, :]
+        score = tl.sum(tl.reshape(total, (even.shape[0], ROWS, HEADS)), 2)
+        of = row + tl.arange(0, ROWS)
+        seen = tl.load(visible + of, mask=of < end, other=0)
+        score = tl.where((entry >= 0)[:, None] & (entry[:, None] < seen[None, :]), score, -float("inf"))
+        to = scores + of.to(tl.int64)[None, :] * columns + column[:, None]
+        tl.store(to, score, mask=(of < end)[None, :] & (column < columns)[:, None])
+
+
+@triton.jit
+def _run_of_rows(slots, row, slot, m, SHARE: tl.constexpr):
+    """Whether a row is the first of its slot among SHARE aligned rows, and where the run of these ends."""
+    near = row // SHARE * SHARE + tl.arange(0, SHARE)
+    near_slot = tl.load(slots + near, mask=near < m, other=-2)
+    other = tl.where((near > row) & (near_slot != slot), near, (row // SHARE + 1) * SHARE)
+    leads = (row % SHARE == 0) | (tl.load(slots + tl.maximum(row - 1, 0)) != slot)
+    return leads, tl.minimum(tl.min(other, 0), m)
+
+
+@triton.jit(do_not_specialize=["m", "unscored"])
 def _score_kernel(
     q,
     weights,
@@ -93,12 +163,12 @@ def _score_kernel(
     scores,
     m,
     columns,
-    per_block,
     max_blocks,
     unscored,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     RECORD: tl.constexpr,
+    PER_BLOCK: tl.constexpr,
     CANDIDATE_BLOCK: tl.constexpr,
     PAD: tl.constexpr,
     TILE: tl.constexpr,
@@ -106,61 +176,48 @@ def _score_kernel(
     ROWS: tl.constexpr,
     NATIVE: tl.constexpr,
 ):
-    """Scores of every num_programs(1)-th tile of columns, for a run of rows of one slot; CANDIDATE_BLOCK 0: all entries."""
+    """Scores of every num_programs(1)-th tile of columns for a run of rows of one slot. CANDIDATE_BLOCK 0: all entries."""
     row = tl.program_id(0)
+    program = tl.program_id(1)
+    count = tl.num_programs(1)
     slot = tl.load(slots + row)
-    leads = True
+    leads = row >= 0
     end = row + 1
-    if CANDIDATE_BLOCK == 0:
-        near = row // SHARE * SHARE + tl.arange(0, SHARE)
-        near_slot = tl.load(slots + near, mask=near < m, other=-2)
-        end = tl.min(tl.where((near > row) & (near_slot != slot), near, (row // SHARE + 1) * SHARE), 0)
-        end = tl.minimum(end, m)
-        leads = (row % SHARE == 0) | (tl.load(slots + tl.maximum(row - 1, 0)) != slot)
+    chosen = candidates
+    if CANDIDATE_BLOCK > 0:
+        chosen = candidates + row.to(tl.int64) * (columns // CANDIDATE_BLOCK)
+    else:
+        leads, end = _run_of_rows(slots, row, slot, m, SHARE)
     run = row + tl.arange(0, SHARE)
     limit = tl.max(tl.load(visible + run, mask=run < end, other=0), 0)
     limit = tl.where(limit <= unscored, 0, limit)
     reach = tl.minimum(limit, columns)
     if CANDIDATE_BLOCK > 0:
         reach = tl.where(limit > 0, columns, 0)
-    if leads:
+    tiles = tl.cdiv(reach, TILE)
+    if leads & (program < tiles):
         table = block_table + tl.maximum(slot, 0).to(tl.int64) * max_blocks
-        for tile in tl.range(tl.program_id(1), tl.cdiv(reach, TILE), tl.num_programs(1), num_stages=1):
+        packed, scale, entry = _key_tile(
+            program, chosen, table, keys, columns, limit, DIM, RECORD, PER_BLOCK, CANDIDATE_BLOCK, TILE
+        )
+        for tile in tl.range(program, tiles, count, num_stages=1):
+            exponent = scale.to(tl.int32) + _KEY_EXPONENT
+            even, odd = unpack_e2m1(packed, spread(power_of_two(exponent), 16), NATIVE)
             column = tile * TILE + tl.arange(0, TILE)
-            entry = column
-            if CANDIDATE_BLOCK > 0:
-                at = candidates + row.to(tl.int64) * (columns // CANDIDATE_BLOCK) + column // CANDIDATE_BLOCK
-                block = tl.load(at, mask=column < columns, other=-1)
-                entry = tl.where(block < 0, -1, block * CANDIDATE_BLOCK + column % CANDIDATE_BLOCK)
-            live = (entry >= 0) & (entry < limit)
-            entry = tl.maximum(entry, 0)
-            block = tl.load(table + entry // per_block, mask=live, other=0).to(tl.int64)
-            record = keys + (block * per_block + entry % per_block) * RECORD
-            even, odd = _decoded_keys(record, live, DIM, NATIVE)
-            for first in tl.range(row, end, ROWS, num_stages=2):
-                lane = tl.arange(0, ROWS * HEADS)
-                owner = (first + lane // HEADS).to(tl.int64)
-                mask = owner < end
-                head = q + owner * (HEADS * DIM) + lane % HEADS * (DIM // 2)
-                part = head[:, None] + tl.arange(0, DIM // 2)[None, :]
-                q_even = tl.load(part, mask=mask[:, None], other=0.0)
-                q_odd = tl.load(part + HEADS * (DIM // 2), mask=mask[:, None], other=0.0)
-                total = tl.dot(even, tl.trans(q_even))
-                total = tl.dot(odd, tl.trans(q_odd), total)
-                weight = tl.load(weights + owner * HEADS + lane % HEADS, mask=mask, other=0.0) * _UNDONE
-                total = tl.maximum(total, 0.0) * weight[None, :]
-                score = tl.sum(tl.reshape(total, (TILE, ROWS, HEADS)), 2)
-                of = first + tl.arange(0, ROWS)
-                seen = tl.load(visible + of, mask=of < end, other=0)
-                score = tl.where(live[:, None] & (entry[:, None] < seen[None, :]), score, -float("inf"))
-                to = scores + of.to(tl.int64)[None, :] * columns + column[:, None]
-                tl.store(to, score, mask=(of < end)[None, :] & (column < columns)[:, None])
+            here = entry
+            # The next tile's loads are under way while this one is scored.
+            packed, scale, entry = _key_tile(
+                tile + count, chosen, table, keys, columns, limit, DIM, RECORD, PER_BLOCK, CANDIDATE_BLOCK, TILE
+            )
+            if ROWS == 1:
+                _score_rows(even, odd, here, column, q, weights, visible, scores, columns, row, end, HEADS, DIM, 1)
+            elif end - row > 1:
+                _score_rows(even, odd, here, column, q, weights, visible, scores, columns, row, end, HEADS, DIM, ROWS)
+            else:
+                _score_rows(even, odd, here, column, q, weights, visible, scores, columns, row, end, HEADS, DIM, 1)
     if PAD:
         last = tl.where(leads, end, row)
-        scored = tl.cdiv(reach, TILE)
-        program = tl.program_id(1)
-        count = tl.num_programs(1)
-        start = scored + (program + count - scored % count) % count
+        start = tiles + (program + count - tiles % count) % count
         for tile in tl.range(start, tl.cdiv(columns, TILE), count, num_stages=1):
             column = tile * TILE + tl.arange(0, TILE)
             for of in tl.range(row, last, num_stages=1):
@@ -231,10 +288,9 @@ def _select_kernel(
     place = tl.arange(0, PADDED_K)
     seen = tl.load(visible + row)
     reach = columns
-    if FIRST:
-        if CANDIDATE_BLOCK == 0:
-            seen = tl.minimum(seen, columns)
-            reach = tl.cdiv(seen, BLOCK)
+    if FIRST and CANDIDATE_BLOCK == 0:
+        seen = tl.minimum(seen, columns)
+        reach = tl.cdiv(seen, BLOCK)
     count = 0
     if start < reach:
         if FIRST:
@@ -316,12 +372,12 @@ def index_scores(
         scores,
         m,
         columns,
-        keys.shape[1],
         block_table.shape[1],
         unscored,
         HEADS=heads,
         DIM=dim,
         RECORD=keys.shape[-1],
+        PER_BLOCK=keys.shape[1],
         CANDIDATE_BLOCK=0 if candidates is None else candidate_block,
         PAD=pad,
         TILE=scoring.tile,

@@ -42,7 +42,7 @@ def rank_context(
         layout=deployment.layout,
         nextn=deployment.settings.nextn,
         weights=weights,
-        state=EngineState(model, shape, device),
+        state=EngineState(model, shape, device, torch.float64 if dtype == torch.float64 else torch.float32),
         kernels=kernels,
         comm=comm,
         rotary=rope_table(model, shape.max_blocks * shape.block_tokens + 2 * shape.rows_per_request, device),

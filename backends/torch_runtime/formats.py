@@ -157,6 +157,11 @@ def decode_record(record: Tensor, dim: int, storage: KVStorage, kind: Literal["w
     return _times_blocks(unpack_e2m1(record[..., : dim // 2]), scale)
 
 
+def wide(x: Tensor) -> Tensor:
+    """Activations as sums are made of them: FP32, or FP64 where they are FP64 already (the test mode)."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 def rounded_fp8(x: Tensor) -> Tensor:
     """What is left of activations [..., n] after a trip through `quantize_fp8`; other widths pass unchanged."""
     if x.shape[-1] % BLOCK:

@@ -56,8 +56,10 @@ class EngineState:
     parameters. `block_table` lists a slot's blocks.
     """
 
-    def __init__(self, model: ModelSpec, shape: CacheShape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
+    def __init__(
+        self, model: ModelSpec, shape: CacheShape, device: torch.device, tail_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.shape, self.device, self._tail_dtype = shape, device, tail_dtype
         slots = shape.num_slots + 1
         self.rings: dict[int, Tensor] = {}
         self.main: dict[int, Tensor] = {}
@@ -110,7 +112,8 @@ class EngineState:
         if attention.ratio > 1:
             # What an open entry pools: values and gates of its tokens and of a step that may be rolled back.
             length = attention.ratio - 1 + shape.rows_per_request
-            self.tails[layer.index] = torch.zeros(slots, length, 2, attention.head_dim, device=self.device)
+            tail = (slots, length, 2, attention.head_dim)
+            self.tails[layer.index] = torch.zeros(tail, device=self.device, dtype=self._tail_dtype)
 
 
 def compressed(layer: LayerSpec) -> CompressedAttention:

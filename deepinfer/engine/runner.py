@@ -22,7 +22,7 @@ from deepinfer.sampling.stop import StopChecker
 from deepinfer.sampling.tokenizer import Detokenizer, Tokenizer
 
 LoadFormat = Literal["auto", "dummy"]
-DType = Literal["auto", "bfloat16", "float32"]
+DType = Literal["auto", "bfloat16", "float32", "float64"]
 FinishReason = Literal["stop", "length", "ignored", "aborted"]
 
 
@@ -97,6 +97,9 @@ AT_ONCE = Pacing()
 @dataclass(frozen=True)
 class EngineSource:
     """What an engine computes with: the weights in the folder `model`, or "dummy" ones of a card's true shapes.
+
+    `dtype` is that of activations; "float64" is a test mode: reference kernels with sums in FP64, whose tokens are the
+    same on every layout.
 
     `num_layers` keeps only the first layers, for profiling. No request is longer than `max_model_len`, prompt and
     output together.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.context import Call
-from backends.torch_runtime.formats import Weight
+from backends.torch_runtime.formats import Weight, wide
 from backends.torch_runtime.reference.elementwise import Streams
 
 
@@ -83,7 +83,7 @@ def hc_attention(
     streams, entered = _enter(call, "attn", carry, ffn_out, shared_out)
     draft = call.rank.model.draft
     if call.rank.nextn and draft is not None and call.spec.index in draft.target_layers and not call.is_draft:
-        call.step.features.append(call.narrowed(streams.x).float().mean(1).to(streams.x.dtype))
+        call.step.features.append(wide(call.narrowed(streams.x)).mean(1).to(streams.x.dtype))
     return streams, entered
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.context import Call
+from backends.torch_runtime.formats import wide
 from backends.torch_runtime.reference.elementwise import Streams
 from backends.torch_runtime.rows import RowView, decode_rows
 from backends.torch_runtime.state import LOOK_BACK
@@ -153,7 +154,7 @@ def draft_markov_bias(call: Call, markov: Tensor) -> Tensor:
     last = len(call.rank.draft.layers) - 1
     weights = call.rank.draft_weights(last)
     hidden = call.step.outputs["draft_hidden"][:, call.position]
-    both = torch.cat((hidden.float(), markov.float()), 1)
+    both = torch.cat((wide(hidden), wide(markov).to(wide(hidden).dtype)), 1)
     # How likely the token of this position survives verification (uncalibrated, DSpark 1.2).
     confidence = torch.sigmoid(call.kernels.linear_fp32(both, weights["confidence_head.proj"]))[:, 0]
     call.step.outputs[f"confidence_{call.position}"] = confidence

@@ -14,6 +14,7 @@ from backends.torch_runtime.formats import (
     quantize_mxfp4,
     record_bytes,
     unpack_e2m1,
+    wide,
 )
 from backends.torch_runtime.views import EntryView, WindowView
 
@@ -55,7 +56,8 @@ def index_scores(
     storage = storage_of(keys.shape[-1], dim, "index")
     if storage in ("fp4", "mxfp8"):
         values, scales = quantize_mxfp4(q)
-        q = (unpack_e2m1(values).unflatten(-1, (scales.shape[-1], -1)) * e8m0(scales)[..., None]).flatten(-2)
+        rounded = unpack_e2m1(values).unflatten(-1, (scales.shape[-1], -1)) * e8m0(scales)[..., None]
+        q = rounded.flatten(-2).to(weights.dtype)
     if candidates is None:
         entry = torch.arange(max_entries, device=q.device).expand(m, -1)
     else:
@@ -66,7 +68,7 @@ def index_scores(
     for rows in (slice(i, i + ROWS_AT_ONCE) for i in range(0, m, ROWS_AT_ONCE)):
         seen = valid[rows]
         found = decode_record(_paged(keys, block_table, slot[rows], entry[rows], seen), dim, storage, "index")
-        scores = torch.einsum("mhd,med->mhe", q[rows].float(), found).relu()
+        scores = torch.einsum("mhd,med->mhe", wide(q[rows]), found.to(weights.dtype)).relu()
         total = torch.einsum("mhe,mh->me", scores, weights[rows])
         out.append(total.masked_fill(~seen, -torch.inf))
     return torch.cat(out) if out else q.new_zeros(0, entry.shape[1], dtype=torch.float32)
@@ -107,9 +109,11 @@ def _attend(q: Tensor, sink: Tensor, scale: float, *sources: tuple[Tensor, Tenso
     """`sources` are (keys FP32 [m, n, dim], valid [m, n])."""
     keys = torch.cat([s[0] for s in sources if s is not None], 1)
     valid = torch.cat([s[1] for s in sources if s is not None], 1)
-    logits = torch.einsum("mhd,mnd->mhn", q.float(), keys) * scale
+    queries = wide(q)
+    keys = keys.to(queries.dtype)
+    logits = torch.einsum("mhd,mnd->mhn", queries, keys) * scale
     logits = logits.masked_fill(~valid[:, None], -torch.inf)
-    with_sink = torch.cat((logits, sink.float().view(1, -1, 1).expand(len(q), -1, 1)), -1)
+    with_sink = torch.cat((logits, sink.to(logits.dtype).view(1, -1, 1).expand(len(q), -1, 1)), -1)
     weights = with_sink.softmax(-1)[..., :-1]
     return torch.einsum("mhn,mnd->mhd", weights, keys).to(q.dtype)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime import formats
-from backends.torch_runtime.formats import KVStorage
+from backends.torch_runtime.formats import KVStorage, wide
 
 NUM_STREAMS = 4
 _SMALLEST_AGREEMENT = 1e-6
@@ -73,30 +73,30 @@ def hc_expand(carry: Streams | Tensor, y: Tensor | None, y2: Tensor | None) -> T
         return carry
     if y is None:
         return carry.x
-    total = y.float() if y2 is None else y.float() + y2.float()
-    mixed = torch.einsum("mij,mih->mjh", carry.comb, carry.x.float())
+    total = wide(y) if y2 is None else wide(y) + wide(y2)
+    mixed = torch.einsum("mij,mih->mjh", carry.comb, wide(carry.x))
     return (carry.post[..., None] * total[:, None] + mixed).to(carry.x.dtype)
 
 
 def _previous_pre(carry: Streams | Tensor) -> Tensor:
     if isinstance(carry, Streams):
         return carry.pre
-    pre = torch.zeros(carry.shape[:2], device=carry.device)
+    pre = torch.zeros(carry.shape[:2], device=carry.device, dtype=wide(carry[:0]).dtype)
     pre[:, 0] = 1.0
     return pre
 
 
 def _collapse(x: Tensor, pre: Tensor) -> Tensor:
-    return (pre[..., None] * x.float()).sum(1).to(x.dtype)
+    return (pre[..., None] * wide(x)).sum(1).to(x.dtype)
 
 
 def _coefficients(
     x: Tensor, fn: Tensor, base: Tensor, scale: Tensor, eps: float, hc_eps: float, iters: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    flat = x.flatten(1).float()
+    flat = wide(x.flatten(1))
     n = NUM_STREAMS
     part_scale = scale.repeat_interleave(torch.tensor([n, n, n * n], device=scale.device), output_size=n * (n + 2))
-    mix = (flat @ fn.T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps) * part_scale + base
+    mix = (flat @ fn.T.to(flat.dtype)) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + eps) * part_scale + base
     pre = torch.sigmoid(mix[:, :n]) + hc_eps
     post = 2 * torch.sigmoid(mix[:, n : 2 * n])
     comb = mix[:, 2 * n :].reshape(-1, n, n).softmax(-1) + hc_eps
@@ -109,7 +109,7 @@ def _coefficients(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., n] over the root of its mean square, times weight [n] before the cast to x.dtype."""
-    value = x.float()
+    value = wide(x)
     return (value * torch.rsqrt(value.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
@@ -124,7 +124,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False, inplace: bo
         cos, sin = cos[:, None], sin[:, None]
     if inverse:
         sin = -sin
-    tail = x[..., -rope_dim:].float()
+    tail = wide(x[..., -rope_dim:])
     even, odd = tail[..., 0::2], tail[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     out = x if inplace else x.clone()
@@ -166,9 +166,9 @@ def engram_gate(x: Tensor, kv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: 
     dot = q . k / sqrt(h) of the normalised stream and key, the gate is sigmoid(sign(dot) * sqrt(max(|dot|, 1e-6))).
     """
     streams, h = x.shape[1:]
-    hidden = x.float()
-    key = kv[:, : streams * h].float().reshape(-1, streams, h)
-    value = kv[:, streams * h :].float()
+    hidden = wide(x)
+    key = wide(kv[:, : streams * h]).reshape(-1, streams, h)
+    value = wide(kv[:, streams * h :])
     norms = torch.rsqrt(hidden.square().mean(-1) + eps) * torch.rsqrt(key.square().mean(-1) + eps)
     dot = (hidden * q_weight.float() * k_weight.float() * key).sum(-1) * norms * h**-0.5
     gate = torch.sigmoid(torch.copysign(dot.abs().clamp_min(_SMALLEST_AGREEMENT).sqrt(), dot))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backends.torch_runtime.formats import Weight, rounded_fp8
+from backends.torch_runtime.formats import Weight, rounded_fp8, wide
 
 
 class Pairs(NamedTuple):
@@ -28,20 +28,22 @@ class Pairs(NamedTuple):
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """[m, k] times [n, k] transposed. Quantised weights meet activations rounded to FP8; FP32 accumulation."""
     if weight.storage == "plain":
-        return torch.nn.functional.linear(x.float(), weight.data.float()).to(x.dtype)
-    return torch.nn.functional.linear(rounded_fp8(x).float(), weight.dequantized()).to(x.dtype)
+        return linear_fp32(x, weight).to(x.dtype)
+    rounded = wide(rounded_fp8(x))
+    return torch.nn.functional.linear(rounded, weight.dequantized(rounded.dtype)).to(x.dtype)
 
 
 def linear_fp32(x: Tensor, weight: Weight) -> Tensor:
     """The same product, kept in FP32: routers, logits, index weights."""
-    return torch.nn.functional.linear(x.float(), weight.data.float())
+    activations = wide(x)
+    return torch.nn.functional.linear(activations, weight.data.to(activations.dtype))
 
 
 def linear_grouped(x: Tensor, weight: Weight) -> Tensor:
     """[m, g, k] times the g row blocks of a weight [g x n, k]: [m, g, n]."""
-    values = weight.dequantized().unflatten(0, (x.shape[1], -1))
-    activations = x if weight.storage == "plain" else rounded_fp8(x)
-    return torch.einsum("mgk,gnk->mgn", activations.float(), values).to(x.dtype)
+    activations = wide(x if weight.storage == "plain" else rounded_fp8(x))
+    values = weight.dequantized(activations.dtype).unflatten(0, (x.shape[1], -1))
+    return torch.einsum("mgk,gnk->mgn", activations, values).to(x.dtype)
 
 
 def route(logits: Tensor, bias: Tensor, topk: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -73,7 +75,7 @@ def sort_pairs(ids: Tensor, first: int, count: int) -> Pairs:
 
 def swiglu(gate_up: Tensor, limit: float) -> Tensor:
     """silu(gate) x up of [m, 2 f], gate first, both clamped: FP32 inside."""
-    gate, up = gate_up.float().chunk(2, -1)
+    gate, up = wide(gate_up).chunk(2, -1)
     return (torch.nn.functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)).to(gate_up.dtype)
 
 
@@ -89,7 +91,7 @@ def grouped_experts(x: Tensor, weights: Tensor, pairs: Pairs, w13: Weight, w2: W
             continue
         row, slot = pairs.row[start:end].long(), pairs.slot[start:end].long()
         gate_up = linear(x[row], _expert(w13, expert))
-        gate, up = gate_up.float().chunk(2, -1)
+        gate, up = wide(gate_up).chunk(2, -1)
         active = torch.nn.functional.silu(gate.clamp_max(limit)) * up.clamp(-limit, limit)
         out[start:end] = linear((active * weights[row, slot][:, None]).to(x.dtype), _expert(w2, expert))
     return out
@@ -97,10 +99,10 @@ def grouped_experts(x: Tensor, weights: Tensor, pairs: Pairs, w13: Weight, w2: W
 
 def sum_pairs(y: Tensor, position: Tensor) -> Tensor:
     """What the pairs of each row [m, topk] add up to, in order of choice: [m, h]."""
-    total = torch.zeros(len(position), y.shape[-1], device=y.device)
+    total = torch.zeros(len(position), y.shape[-1], device=y.device, dtype=wide(y[:0]).dtype)
     for choice in range(position.shape[1]):
         place = position[:, choice].long()
-        total += torch.where((place >= 0)[:, None], y[place.clamp_min(0)].float(), 0.0)
+        total += torch.where((place >= 0)[:, None], wide(y[place.clamp_min(0)]), 0.0)
     return total.to(y.dtype)
 
 
