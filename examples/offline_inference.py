@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 from deepinfer.errors import DeepinferError
-from deepinfer.llm import LLM, RequestOutput, SamplingParams
+from deepinfer import LLM, RequestOutput, SamplingParams
 from deepinfer.metrics.summary import summarize
 from deepinfer.metrics.text import throughput_lines
 from deepinfer.model.folder import tokenizer_file
