@@ -16,8 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from deepinfer.errors import DeepinferError
 from deepinfer import LLM, RequestOutput, SamplingParams
+from deepinfer.errors import DeepinferError
 from deepinfer.metrics.summary import summarize
 from deepinfer.metrics.text import throughput_lines
 from deepinfer.model.folder import tokenizer_file
