@@ -30,7 +30,7 @@ def generate(
     prompt_ids: Annotated[list[str] | None, typer.Option(help="A prompt as token ids: '1 2 3'.")] = None,
     backend: Backend = "auto",
     load_format: LoadFormat = "auto",
-    dtype: Annotated[str, typer.Option(help="Of activations: auto, bfloat16, float32, or float64, a test mode.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of activations: auto, bfloat16, float32; float64 is a test mode.")] = "auto",
     ep: Annotated[int, typer.Option(help="Ranks that hold all experts together.")] = 1,
     dp: Annotated[int, typer.Option(help="Attention replicas; 0: max(1, ep / cp).")] = 0,
     cp: Annotated[int, typer.Option(help="Ranks of an attention replica.")] = 1,
