@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from backends.torch_runtime.assemble import rank_context
 from backends.torch_runtime.comm import Communicator
-from backends.torch_runtime.engine import CollectedStep, Inbox, RankEngine
+from backends.torch_runtime.engine import CollectedStep, Delivery, Inbox, RankEngine
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.formats import KVStorage
 from backends.torch_runtime.inputs import Track
@@ -21,7 +22,6 @@ from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.tiny import tiny_config
 from backends.torch_runtime.weights.dummy import dummy_weights
 from backends.torch_runtime.weights.rank import ModelWeights
-from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.hardware.host import load_host
 from deepinfer.hardware.local import host_memory
@@ -32,13 +32,16 @@ from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import parse_config
 from deepinfer.model.spec import ModelSpec
 from deepinfer.sampling.params import SamplingParams
-from deepinfer.sampling.stop import StopChecker
+from deepinfer.sampling.stop import Stop, StopChecker
 from deepinfer.scheduler.request import Request
 
+VOCAB = 320
 MAX_MODEL_LEN = 512
 BLOCK_TOKENS = 16
-
-__all__ = ["engine_request"]
+LIKELY = (100, 200)
+"""Tokens of `undecided_weights`."""
+SELECTIVE: dict[str, Any] = {"index_n_heads": 8}
+"""More index heads than the tiny model has: scores of zero from all heads, which tie, become rare."""
 
 
 def config_with(**changed: Any) -> dict[str, Any]:
@@ -61,9 +64,21 @@ def tiny_deployment(
     return Deployment(model, cluster, layout, chosen, 1, float(layout.num_ranks), budget, load_host("deepinfer"))
 
 
+class HeardChecker(StopChecker):
+    """A checker that remembers what it was given: every delivered token, once, and none but these."""
+
+    def __init__(self, params: SamplingParams, eos: Collection[int]) -> None:
+        super().__init__(params, eos)
+        self.heard: list[int] = []
+
+    def accept(self, token_ids: Sequence[int]) -> Stop | None:
+        self.heard += token_ids
+        return super().accept(token_ids)
+
+
 @dataclass
 class Served:
-    """What a run of the tiny engine left: tokens, log-probabilities of all tokens per step, steps, prefix hits."""
+    """What a run of the tiny engine left: tokens and log-probabilities of each request, steps, prefix hits."""
 
     tokens: list[list[int]]
     logprobs: list[list[dict[int, float]]]
@@ -71,9 +86,18 @@ class Served:
     num_hit_tokens: int
     num_preemptions: int
 
+    def distributions(self, request: int) -> np.ndarray:
+        """Log-probabilities [tokens, VOCAB] of a request that asked for those of all tokens."""
+        return np.asarray([[of_token[t] for t in range(VOCAB)] for of_token in self.logprobs[request]])
+
+    @property
+    def mean_kept(self) -> float:
+        """Tokens kept per decoding request and step."""
+        return sum(s.kept for s in self.steps) / max(sum(s.step.decodes for s in self.steps), 1)
+
 
 class TinyEngine:
-    """One rank; weights are plain FP32 and the KV is kept in `storage`."""
+    """One rank; weights are plain FP32, unless given, and the KV is kept in `storage`."""
 
     def __init__(
         self,
@@ -86,7 +110,9 @@ class TinyEngine:
         model = deployment.model
         self.deployment = deployment
         weights = weights or dummy_weights(model, dtype=dtype, quantized=False)
-        shape = replace(CacheShape.of(deployment, MAX_MODEL_LEN), storage=storage)
+        shape = replace(
+            CacheShape.of(deployment, MAX_MODEL_LEN), storage=storage, num_blocks=deployment.budget.num_blocks
+        )
         comm = Communicator(deployment.layout, rank, torch.device("cpu"))
         self.context = rank_context(
             deployment, weights, comm, KernelTable(), dtype, MAX_MODEL_LEN, token_map(model), shape=shape
@@ -101,23 +127,32 @@ class TinyEngine:
         max_tokens: int = 8,
         hashes: Sequence[tuple[int, ...]] | None = None,
         concurrency: int | None = None,
-        numbers: Sequence[int] | None = None,
+        each: Sequence[Mapping[str, Any]] | None = None,
+        eos: Collection[int] = (),
+        on_delivery: Callable[[Delivery], None] | None = None,
         **params: Any,
     ) -> Served:
-        """Generate from prompts of token ids; greedy unless told otherwise."""
-        sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, "max_tokens": max_tokens, **params})
-        ids = list(numbers or range(len(prompts)))
-        tracks = {
-            i: Track(sampling, i, len(p), list(p), StopChecker(sampling, ())) for i, p in zip(ids, prompts, strict=True)
-        }
-        requests = [
-            (0.0, Request(i, len(p), max_tokens, hashes[n] if hashes else ()))
-            for n, (i, p) in enumerate(zip(ids, prompts, strict=True))
-        ]
-        _, steps, scheduler = self.engine.serve(tracks, Inbox(requests, concurrency))
+        """Generate from prompts of token ids; greedy unless told otherwise. `each` are parameters of one request only.
+
+        Requests are sampled with their number as seed; `tracks` keeps them afterwards. Asserts that checkers heard what
+        was delivered.
+        """
+        common = {"temperature": 0.0, "ignore_eos": not eos, "max_tokens": max_tokens, **params}
+        self.tracks: dict[int, Track] = {}
+        tracks, requests, checkers = self.tracks, [], []
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(**{**common, **(each[i] if each else {})})
+            checkers.append(HeardChecker(sampling, eos))
+            tracks[i] = Track(sampling, i, len(prompt), list(prompt), checkers[i])
+            requests.append((0.0, Request(i, len(prompt), sampling.max_tokens, hashes[i] if hashes else ())))
+        _, steps, scheduler = self.engine.serve(tracks, Inbox(requests, concurrency), None, on_delivery)
+        for track, checker in zip(tracks.values(), checkers, strict=True):
+            heard = checker.heard if track.stop is None else checker.heard[: len(track.generated)]
+            assert heard == track.generated, "a checker was given other tokens than were delivered"
+            assert track.finished
         return Served(
-            [tracks[i].generated for i in ids],
-            [tracks[i].logprobs for i in ids],
+            [track.generated for track in tracks.values()],
+            [track.logprobs for track in tracks.values()],
             steps,
             scheduler.num_hit_tokens,
             scheduler.num_preemptions,
@@ -134,3 +169,16 @@ def token_map(model: ModelSpec) -> torch.Tensor | None:
 def tiny_model(**changed: Any) -> ModelSpec:
     """The tiny model with other text fields."""
     return parse_config(config_with(**changed), "tiny")
+
+
+def undecided_weights(model: ModelSpec, seed: int = 0) -> ModelWeights:
+    """Weights that find two tokens likely, one or the other, whatever came before: half of all drafts are right."""
+    weights = dummy_weights(model, dtype=torch.float32, quantized=False, seed=seed)
+    head = torch.zeros_like(weights.head)
+    head[LIKELY[0]], head[LIKELY[1]] = 64 * weights.head[LIKELY[0]], -64 * weights.head[LIKELY[0]]
+    return replace(weights, head=head)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    """Token ids above the special ones."""
+    return np.random.default_rng(seed).integers(64, VOCAB, length).tolist()
