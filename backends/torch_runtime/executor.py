@@ -73,15 +73,16 @@ class Executor:
         with torch.cuda.stream(stream):
             for other in issue.waits:
                 stream.wait_event(events[other])
-            _compute(step, issue, slots)
+            inputs = _compute(step, issue, slots)
             if on_side:
-                _keep_for(slots, issue, stream, main)
+                _keep_for((*inputs, *(slots[name] for name in issue.operator.outputs)), stream, main)
             if issue.awaited:
                 events[position] = torch.cuda.Event()
                 events[position].record(stream)
 
 
-def _compute(step: StepContext, issue: _Issue, slots: dict[str, Any]) -> None:
+def _compute(step: StepContext, issue: _Issue, slots: dict[str, Any]) -> list[Any]:
+    """Run one operator; returns its inputs, some of which its outputs may have replaced in the slots."""
     call = Call(step, issue.layer, issue.repeat)
     inputs = [slots.get(name) for name in issue.operator.inputs]
     found = issue.code(call, *inputs)
@@ -90,16 +91,14 @@ def _compute(step: StepContext, issue: _Issue, slots: dict[str, Any]) -> None:
         slots[outputs[0]] = found
     else:
         slots.update(zip(outputs, found, strict=True))
+    return inputs
 
 
-def _keep_for(slots: dict[str, Any], issue: _Issue, side: torch.cuda.Stream, main: torch.cuda.Stream) -> None:
-    """Tensors that cross streams stay allocated until both have passed."""
-    if torch.cuda.is_current_stream_capturing():
-        return  # a graph's pool is not reused while it is captured
-    for name in (*issue.operator.inputs, *issue.operator.outputs):
-        for tensor in _tensors(slots.get(name)):
-            tensor.record_stream(side)
-            tensor.record_stream(main)
+def _keep_for(values: tuple[Any, ...], side: torch.cuda.Stream, main: torch.cuda.Stream) -> None:
+    """Tensors that cross streams stay allocated until both have passed; in a capture, until it ends."""
+    for tensor in (t for value in values for t in _tensors(value)):
+        tensor.record_stream(side)
+        tensor.record_stream(main)
 
 
 def _tensors(value: Any) -> list[Tensor]:
