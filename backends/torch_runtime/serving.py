@@ -131,7 +131,8 @@ class _Rank:
         report = _Reporter(channel, tracks) if place == 0 else None
         self._comm.agree_max(0)  # start together
         deliveries, steps, scheduler = self._engine.serve(tracks, inbox, message.pacing.stop_s, report)
-        wall_s = max((event.at_s for event in (*steps[-1:], *deliveries[-1:])), default=0.0)
+        ends_s = [step.at_s for step in steps[-1:]] + [delivery.at_s for delivery in deliveries[-1:]]
+        wall_s = max(ends_s, default=0.0)
         group = self._number // layout.step_group
         if place:
             return ReplicaResult(group, wall_s)
