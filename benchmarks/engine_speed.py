@@ -1,6 +1,6 @@
 """Prefill and decode of a V4.1-Flash of true widths and few layers, with made-up weights, on this machine's GPUs.
 
-    python benchmarks/engine_speed.py --layers 14 --requests 1,8,64,256 [--nextn 3] [--ep 2 --dp 2] [--profile]
+    python benchmarks/engine_speed.py --layers 14 --requests 1,8,64,256 [--nextn 3] [--ep 2 --dp 2]
 
 Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, the share of time in which
 the GPU waits between decode steps, and the seconds that the cost model predicts for the step. Layers hold all experts
@@ -13,13 +13,19 @@ import argparse
 import json
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostModel
 from deepinfer.engine.arguments import EngineArguments, deploy
+from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.runner import AT_ONCE, GenerationRequest, Runner, runner_backend
+from deepinfer.engine.shape import ReplicaLoad, step_shape
+from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.model import hf
 from deepinfer.model.numerics import EngramHash
 from deepinfer.sampling.params import SamplingParams
@@ -64,8 +70,8 @@ def main() -> None:
     for name, default in (("nextn", 0), ("ep", 1), ("dp", 0), ("cp", 1), ("step-tokens", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--backend", default="cuda")
+    parser.add_argument("--hardware", default="h200", help="catalog entry that predicts")
     parser.add_argument("--replay", default="off")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one decode step by time")
     options = parser.parse_args()
     counts = [int(n) for n in options.requests.split(",")]
     with tempfile.TemporaryDirectory() as folder:
@@ -93,10 +99,29 @@ def main() -> None:
             ranks = deployment.layout.num_ranks
             replicas = ranks // deployment.layout.replica_ranks
             measure_prefill(runner, options.prompt, ranks, replicas, model.vocab_size)
+            predict = Predictor(deployment, options.hardware)
             for count in counts:
                 measure_decode(runner, count * replicas, options, ranks, model.vocab_size)
+                predict.show(count, options)
         finally:
             runner.close()
+
+
+class Predictor:
+    """What the cost model says of the same step on an accelerator of the catalog."""
+
+    def __init__(self, deployment: Deployment, hardware: str) -> None:
+        accelerator = load_hardware(hardware)
+        cluster = ClusterSpec(accelerator, deployment.layout.num_ranks)
+        self._graph = replace(deployment, cluster=cluster).graph()
+        self._costs, self._hardware = CostModel(accelerator), hardware
+
+    def show(self, count: int, options: argparse.Namespace) -> None:
+        """Print the step's predicted time."""
+        context = options.context + options.steps * (options.nextn + 1) / 2
+        load = ReplicaLoad(count, options.nextn, context)
+        cost = step_cost(self._graph, step_shape(load, load.num_rows, load.num_rows, 8), self._costs)
+        print(f"     predicted for {self._hardware}: {float(cost.seconds) * 1e3:.3f} ms")
 
 
 def measure_prefill(runner: Runner, prompt: int, ranks: int, replicas: int, vocab: int) -> None:
