@@ -1,8 +1,7 @@
 """Sparse attention in Triton: 64 query heads of a row against its window and its selected entries, keys being values.
 
-Heads are the M side of BF16 matrix products with FP32 sums. Records are decoded in registers, exactly: a code's bits
-are a BF16 number that is a power of two too small, and one multiplication by the scale corrects it. A byte of packed
-E2M1 holds an even and an odd column, so keys, queries and sums are kept as even and odd halves and no column moves.
+Heads are the M side of BF16 matrix products with FP32 sums. Decoded records come as even and odd columns of two halves
+(`backends.cuda.decoding`), so queries and sums are kept as four quarters too.
 
 A row's keys are cut into tiles of `TILE` keys at fixed places. Each tile gets its own softmax and its own sums, which
 are folded into the row's in the order of the tiles. With few rows every tile is a program of its own and a second
@@ -11,22 +10,20 @@ Semantics: `backends.torch_runtime.reference.attention`.
 """
 
 # ruff: noqa: N803
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # mypy: disable-error-code="import-untyped"
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.torch_runtime.formats import KVStorage, record_bytes
+from backends.cuda.decoding import UNDONE, check_records, decoded, is_native, operand, prefetch
 from backends.torch_runtime.views import EntryView, WindowView
-from deepinfer.errors import UsageError
 
 HEADS = 64
 """Heads of a program: the M of one warpgroup's product."""
@@ -44,145 +41,10 @@ class Tiling:
     merge_columns: int = 32
 
 
-TILING = Tiling()
-
-# Records are decoded to 2^-8 of their value, so that the largest scale times 2^126 is still a BF16 number.
+HOPPER = Tiling()
+BLACKWELL = Tiling(tile=64)
+"""Fewer spilled registers than with tiles of 128; not measured."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-UNDONE = tl.constexpr(256.0)
-_E2M1_SCALE = tl.constexpr(2.0**118)
-_E4M3_EXPONENT = tl.constexpr(120 - 8)
-
-# Four bytes are two pairs of bytes, each pair at the upper ends of two halves of a word: {0, b0, 0, b1}. There the high
-# nibble's sign is in place and its three other bits belong six lower; shifted by four, so it is with the low nibble.
-_E2M1_TO_BF16 = tl.constexpr("""
-{
-    .reg .b32 a, b, s, t;
-    prmt.b32 a, $4, 0, 0x1404;
-    prmt.b32 b, $4, 0, 0x3424;
-    and.b32 s, a, 0x80008000;
-    shr.u32 t, a, 6;
-    and.b32 t, t, 0x01C001C0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $2, s, $5;
-    and.b32 s, b, 0x80008000;
-    shr.u32 t, b, 6;
-    and.b32 t, t, 0x01C001C0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $3, s, $6;
-    shl.b32 a, a, 4;
-    shl.b32 b, b, 4;
-    and.b32 s, a, 0x80008000;
-    shr.u32 t, a, 6;
-    and.b32 t, t, 0x01C001C0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $0, s, $5;
-    and.b32 s, b, 0x80008000;
-    shr.u32 t, b, 6;
-    and.b32 t, t, 0x01C001C0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $1, s, $6;
-}
-""")
-
-# Two pairs of E4M3 bytes: the odd columns' signs are in place, their seven other bits belong four lower.
-_E4M3_TO_BF16 = tl.constexpr("""
-{
-    .reg .b32 a, s, t;
-    and.b32 s, $2, 0x80008000;
-    shr.u32 t, $2, 4;
-    and.b32 t, t, 0x07F007F0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $1, s, $3;
-    shl.b32 a, $2, 8;
-    and.b32 s, a, 0x80008000;
-    shr.u32 t, a, 4;
-    and.b32 t, t, 0x07F007F0;
-    or.b32 s, s, t;
-    mul.rn.bf16x2 $0, s, $3;
-}
-""")
-
-
-@triton.jit
-def spread(scale, REPEAT: tl.constexpr):
-    """[n, s] as [n, s x REPEAT]: each scale beside the values that share it."""
-    wide = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], REPEAT))
-    return tl.reshape(wide, (scale.shape[0], scale.shape[1] * REPEAT))
-
-
-@triton.jit
-def operand(x, NATIVE: tl.constexpr):
-    """x rounded to BF16; interpreted, whose products know no BF16, the same numbers in FP32."""
-    x = x.to(tl.bfloat16)
-    return x if NATIVE else x.to(tl.float32)
-
-
-@triton.jit
-def unpack_e2m1(packed, scale, NATIVE: tl.constexpr):
-    """Even and odd columns, BF16, of packed E2M1 times 2^-126 times `scale` (BF16, of packed's shape)."""
-    if NATIVE:
-        even, odd = tl.inline_asm_elementwise(
-            _E2M1_TO_BF16,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [packed, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        code = packed.to(tl.int32)
-        factor = scale.to(tl.float32)
-        even = operand((((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * factor, False)
-        code = code >> 4
-        odd = operand((((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * factor, False)
-    return even, odd
-
-
-@triton.jit
-def unpack_e4m3(pairs, scale, NATIVE: tl.constexpr):
-    """Even and odd columns, BF16, of pairs of E4M3 bytes (uint16) times 2^-120 times `scale` (BF16)."""
-    if NATIVE:
-        even, odd = tl.inline_asm_elementwise(
-            _E4M3_TO_BF16,
-            "=&r,=&r,r,r",
-            [pairs, scale],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        code = pairs.to(tl.int32)
-        factor = scale.to(tl.float32)
-        even = operand((((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * factor, False)
-        code = code >> 8
-        odd = operand((((code & 128) << 24) | ((code & 127) << 20)).to(tl.float32, bitcast=True) * factor, False)
-    return even, odd
-
-
-@triton.jit
-def power_of_two(exponent):
-    """BF16 2^(exponent - 127), held inside its range."""
-    return (tl.minimum(tl.maximum(exponent, 0), 254) << 23).to(tl.float32, bitcast=True).to(tl.bfloat16)
-
-
-@triton.jit
-def _decode(record, live, PART: tl.constexpr, DIM: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr):
-    """Even and odd columns, BF16 [n, DIM / 4], of half PART of the records at n addresses; zeros where not live."""
-    at = record[:, None] + PART * (DIM // 4)
-    mask = live[:, None]
-    near = tl.arange(0, DIM // 4)[None, :]
-    if FP4:
-        packed = tl.load(at + near, mask=mask, other=0)
-        at = record[:, None] + (DIM // 2 + PART * (DIM // 32))
-        scale = tl.load(at + tl.arange(0, DIM // 32)[None, :], mask=mask, other=0).to(tl.float8e4nv, bitcast=True)
-        even, odd = unpack_e2m1(packed, spread((scale.to(tl.float32) * _E2M1_SCALE).to(tl.bfloat16), 8), NATIVE)
-    else:
-        at = record.to(tl.pointer_type(tl.uint16))[:, None] + PART * (DIM // 4)
-        pairs = tl.load(at + near, mask=mask, other=0)
-        at = record[:, None] + (DIM + PART * (DIM // 64))
-        scale = tl.load(at + tl.arange(0, DIM // 64)[None, :], mask=mask, other=0)
-        even, odd = unpack_e4m3(pairs, spread(power_of_two(scale.to(tl.int32) + _E4M3_EXPONENT), 16), NATIVE)
-    return even, odd
 
 
 @triton.jit
@@ -226,28 +88,13 @@ def _product(a, b, total, one, LOOPED: tl.constexpr):
 
 
 @triton.jit
-def _attend(
-    q,
-    record,
-    live,
-    scale,
-    one,
-    sums,
-    weight,
-    top,
-    DIM: tl.constexpr,
-    FP4: tl.constexpr,
-    NATIVE: tl.constexpr,
-    WGMMA: tl.constexpr,
-):
+def _attend(q, kv, live, scale, one, sums, weight, top, NATIVE: tl.constexpr, WGMMA: tl.constexpr):
     """Fold one tile of keys into sums (4 x [heads, DIM / 4]), weight [heads] (of exponentials) and top [heads]."""
-    even0, odd0 = _decode(record, live, 0, DIM, FP4, NATIVE)
-    even1, odd1 = _decode(record, live, 1, DIM, FP4, NATIVE)
-    logits = tl.zeros((q[0].shape[0], even0.shape[0]), tl.float32)
-    logits = _product(q[0], tl.trans(even0), logits, one, WGMMA)
-    logits = _product(q[1], tl.trans(odd0), logits, one, WGMMA)
-    logits = _product(q[2], tl.trans(even1), logits, one, WGMMA)
-    logits = _product(q[3], tl.trans(odd1), logits, one, WGMMA)
+    logits = tl.zeros((q[0].shape[0], kv[0].shape[0]), tl.float32)
+    logits = _product(q[0], tl.trans(kv[0]), logits, one, WGMMA)
+    logits = _product(q[1], tl.trans(kv[1]), logits, one, WGMMA)
+    logits = _product(q[2], tl.trans(kv[2]), logits, one, WGMMA)
+    logits = _product(q[3], tl.trans(kv[3]), logits, one, WGMMA)
     logits = tl.where(live[None, :], logits * scale, -float("inf"))
     # A whole exponent instead of the maximum itself: then all that folding multiplies by are powers of two, and it does
     # not matter whether this happens to the weights before the product or to the sums behind it.
@@ -257,11 +104,11 @@ def _attend(
     weight = _folded(weight, tl.sum(p, 1) * add, keep, NATIVE)
     p = operand(p * add[:, None], NATIVE)
     keep = keep[:, None]
-    none = tl.zeros((p.shape[0], DIM // 4), tl.float32)
-    sums0 = _folded(sums[0], _product(p, even0, none, one, not WGMMA), keep, NATIVE)
-    sums1 = _folded(sums[1], _product(p, odd0, none, one, not WGMMA), keep, NATIVE)
-    sums2 = _folded(sums[2], _product(p, even1, none, one, not WGMMA), keep, NATIVE)
-    sums3 = _folded(sums[3], _product(p, odd1, none, one, not WGMMA), keep, NATIVE)
+    none = tl.zeros(sums[0].shape, tl.float32)
+    sums0 = _folded(sums[0], _product(p, kv[0], none, one, not WGMMA), keep, NATIVE)
+    sums1 = _folded(sums[1], _product(p, kv[1], none, one, not WGMMA), keep, NATIVE)
+    sums2 = _folded(sums[2], _product(p, kv[2], none, one, not WGMMA), keep, NATIVE)
+    sums3 = _folded(sums[3], _product(p, kv[3], none, one, not WGMMA), keep, NATIVE)
     return (sums0, sums1, sums2, sums3), weight, top
 
 
@@ -278,7 +125,7 @@ def _normaliser(weight, top, sink, head, heads):
 
 @triton.jit
 def _loaded_q(at, mask, QUARTER: tl.constexpr, NATIVE: tl.constexpr):
-    """Every second column from `at` [heads]. A plain load, which goes to shared memory: other operands stay in registers.
+    """Every second column from `at` [heads]: a plain load, which goes to shared memory; others stay in registers.
 
     Transposed, since Triton lays threads along the first axis where neither is contiguous.
     """
@@ -295,24 +142,8 @@ def _store_columns(at, even, odd, mask):
 
 
 @triton.jit
-def _prefetch(record, RECORD: tl.constexpr, LINES: tl.constexpr):
-    """Ask the L2 cache for records at n addresses."""
-    line = tl.minimum(tl.arange(0, LINES) * 128, RECORD - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [record.to(tl.int64)[:, None] + line],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _entry_records(place, chosen, table, topk, PER_BLOCK: tl.constexpr):
-    """Which records of the main cache the selected entries are, int32; -1 at places without one."""
-    entry = tl.load(chosen + place, mask=place < topk, other=-1)
-    block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+def _record_of(entry, block, PER_BLOCK: tl.constexpr):
+    """Which record of the main cache an entry is, int32; -1 for none."""
     return tl.where(entry >= 0, block * PER_BLOCK + entry % PER_BLOCK, -1)
 
 
@@ -395,24 +226,35 @@ def _attention_kernel(
         place = tile * TILE + key
         in_ring = ring + (slot * RING_LEN + (low + place) % RING_LEN) * WINDOW_BYTES
         in_buffer = buffer + (first - num_ring + place).to(tl.int64) * WINDOW_BYTES
-        address = tl.where(place < num_ring, in_ring, in_buffer)
+        kv = decoded(tl.where(place < num_ring, in_ring, in_buffer), place < num_window, DIM, False, NATIVE)
         sums, weight, top = _attend(
-            (q0, q1, q2, q3), address, place < num_window, scale, one, sums, weight, top, DIM, False, NATIVE, WGMMA
+            (q0, q1, q2, q3), kv, place < num_window, scale, one, sums, weight, top, NATIVE, WGMMA
         )
     if ENTRIES:
+        # A record hangs on two loads before its own. Ahead of the tile at hand there are: the entries of the tile after
+        # next, the blocks of the next, and its records on their way to the L2 cache.
         table = block_table + tl.maximum(tl.load(entry_slot + row), 0).to(tl.int64) * max_blocks
-        record = _entry_records(entry_start * TILE + key, chosen, table, topk, PER_BLOCK)
+        place = entry_start * TILE + key
+        entry = tl.load(chosen + place, mask=place < topk, other=-1)
+        block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+        record = _record_of(entry, block, PER_BLOCK)
+        if not SPLIT:
+            entry = tl.load(chosen + place + TILE, mask=place + TILE < topk, other=-1)
         for tile in tl.range(entry_start, entry_end, num_stages=1):
-            address = main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES
             live = record >= 0
-            if not SPLIT:
-                # The next tile's addresses hang on two loads, its records on a third.
-                record = _entry_records((tile + 1) * TILE + key, chosen, table, topk, PER_BLOCK)
+            codes = main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES
+            if SPLIT:
+                kv = decoded(codes, live, DIM, FP4, NATIVE)
+            else:
+                block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+                place = (tile + 2) * TILE + key
+                later = tl.load(chosen + place, mask=place < topk, other=-1)
+                kv = decoded(codes, live, DIM, FP4, NATIVE)
+                record = _record_of(entry, block, PER_BLOCK)
+                entry = later
                 if NATIVE:
-                    _prefetch(main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES, MAIN_BYTES, 4 if FP4 else 8)
-            sums, weight, top = _attend(
-                (q0, q1, q2, q3), address, live, scale, one, sums, weight, top, DIM, FP4, NATIVE, WGMMA
-            )
+                    prefetch(main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES, MAIN_BYTES, 4 if FP4 else 8)
+            sums, weight, top = _attend((q0, q1, q2, q3), kv, live, scale, one, sums, weight, top, NATIVE, WGMMA)
 
     if SPLIT:
         base = (row * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
@@ -474,7 +316,7 @@ def _merge_kernel(
 
 
 def sparse_attention(
-    q: Tensor, sink: Tensor, scale: float, window: WindowView, entries: EntryView | None, tiling: Tiling = TILING
+    q: Tensor, sink: Tensor, scale: float, window: WindowView, entries: EntryView | None, tiling: Tiling | None = None
 ) -> Tensor:
     """Attention of q [m, heads, dim] over each row's window keys and selected entries; keys are values too.
 
@@ -487,13 +329,15 @@ def sparse_attention(
     q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if m == 0:
         return out
+    native = is_native(_attention_kernel)
+    wgmma = native and torch.cuda.get_device_capability(q.device)[0] == 9
+    tiling = tiling or (HOPPER if wgmma else BLACKWELL)
     topk = 0 if entries is None else entries.selected.shape[1]
     window_tiles, entry_tiles = triton.cdiv(MAX_WINDOW, tiling.tile), triton.cdiv(topk, tiling.tile)
     tiles, groups = window_tiles + entry_tiles, triton.cdiv(heads, HEADS)
     split = m <= tiling.split_below
     shares = q.new_empty((m * groups * tiles if split else 0, HEADS, dim), dtype=torch.float32)
     statistics = q.new_empty((len(shares), 2, HEADS), dtype=torch.float32)
-    native = is_native(_attention_kernel)
     _attention_kernel[(m, groups, tiles if split else 1)](
         q,
         sink,
@@ -525,14 +369,13 @@ def sparse_attention(
         WINDOW_TILES=window_tiles,
         SPLIT=split,
         NATIVE=native,
-        WGMMA=native and torch.cuda.get_device_capability(q.device)[0] == 9,
+        WGMMA=wgmma,
         HEADS=HEADS,
         num_warps=tiling.num_warps,
     )
     if split:
         columns = min(tiling.merge_columns, dim // 4)
-        grid = (m, groups, dim // 2 // columns)
-        _merge_kernel[grid](
+        _merge_kernel[(m, groups, dim // 2 // columns)](
             shares,
             statistics,
             sink,
@@ -546,23 +389,6 @@ def sparse_attention(
             num_warps=4,
         )
     return out
-
-
-def is_native(kernel: Any) -> bool:
-    """Whether a kernel is compiled for a device, or interpreted, where there is no inline assembly."""
-    return isinstance(kernel, triton.JITFunction)
-
-
-def check_records(cache: Tensor, dim: int, kind: Literal["window", "main", "index"]) -> KVStorage:
-    """The storage of a cache [..., record bytes]; UsageError if it is not one that the kernels decode."""
-    storages: tuple[KVStorage, ...] = ("fp4", "mxfp8")
-    widths = {record_bytes(storage, dim, kind): storage for storage in reversed(storages)}
-    if cache.dtype != torch.uint8 or cache.shape[-1] not in widths:
-        raise UsageError(
-            f"the CUDA kernels cannot read {kind} records of {cache.shape[-1]} x {cache.dtype} for {dim} numbers: "
-            f"store the KV cache as fp4 or mxfp8 (records of {' or '.join(map(str, sorted(widths)))} bytes)"
-        )
-    return widths[cache.shape[-1]]
 
 
 def _entry_arguments(entries: EntryView | None, window: WindowView) -> tuple[Tensor, Tensor, Tensor, Tensor]:
