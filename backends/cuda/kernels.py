@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -46,7 +48,7 @@ def kernel_table() -> KernelTable:
         sum_pairs=experts.sum_pairs,
         swiglu=experts.swiglu,
         sparse_attention=attention.sparse_attention,
-        index_scores=indexer.index_scores,
+        index_scores=partial(indexer.index_scores, pad=False),  # selection looks at visible columns only
         select_topk=indexer.select_topk,
         candidate_blocks=indexer.candidate_blocks,
         hc_enter=hyper_connections.hc_enter,
