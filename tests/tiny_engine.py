@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from backends.sim import SimBackend
 from backends.torch_runtime.assemble import rank_context
 from backends.torch_runtime.comm import Communicator
 from backends.torch_runtime.engine import CollectedStep, Delivery, Inbox, RankEngine
@@ -31,9 +34,15 @@ from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.model.hf import parse_config
 from deepinfer.model.spec import ModelSpec
+from deepinfer.numeric import Ints
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.stop import Stop, StopChecker
 from deepinfer.scheduler.request import Request
+from deepinfer.scheduler.scheduler import Scheduler
+from deepinfer.scheduler.speculation import Acceptance
+from deepinfer.scheduler.step import StepOutput, StepPlan, StepResult
+from deepinfer.workload.generate import RequestSpec
+from deepinfer.workload.spec import FixedLength, PoissonArrivals, Workload
 
 VOCAB = 320
 MAX_MODEL_LEN = 512
@@ -191,3 +200,59 @@ def undecided_weights(model: ModelSpec, seed: int = 5) -> ModelWeights:
 def random_prompt(seed: int, length: int) -> list[int]:
     """Token ids above the special ones."""
     return np.random.default_rng(seed).integers(64, VOCAB, length).tolist()
+
+
+@dataclass
+class Decisions:
+    """What a scheduler decided, step by step, as values that compare; what each request kept, round by round."""
+
+    plans: list[tuple[Any, ...]] = field(default_factory=list)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded_decisions() -> Iterator[Decisions]:
+    """The decisions that schedulers of this process make meanwhile, and the results they are given."""
+    found = Decisions()
+    schedule, commit = Scheduler.schedule, Scheduler.commit
+
+    def recording_schedule(self: Scheduler) -> StepPlan | None:
+        plan = schedule(self)
+        if plan is not None:
+            batch = plan.decode
+            decode = (batch.request_ids.tolist(), batch.contexts.tolist(), batch.drafts)
+            found.plans.append((plan.index, plan.prefill, decode, plan.new_blocks, plan.preempted))
+        return plan
+
+    def recording_commit(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutput:
+        for request_id, kept in zip(plan.decode.request_ids.tolist(), result.decode_tokens.tolist(), strict=True):
+            found.kept.setdefault(request_id, []).append(kept)
+        self.check_integrity()
+        return commit(self, plan, result)
+
+    with patch.object(Scheduler, "schedule", recording_schedule), patch.object(Scheduler, "commit", recording_commit):
+        yield found
+
+
+class _ReplayedVerifier:
+    """Answers in the simulator's verifier's place with what requests kept elsewhere, round by round."""
+
+    def __init__(self, kept: Mapping[int, list[int]]) -> None:
+        self._rest = {request_id: iter(rounds) for request_id, rounds in kept.items()}
+
+    def results(self, plans: Sequence[StepPlan | None]) -> tuple[StepResult | None, ...]:
+        return tuple(None if plan is None else self._result(plan.decode.request_ids) for plan in plans)
+
+    def _result(self, request_ids: Ints) -> StepResult:
+        return StepResult(np.asarray([next(self._rest[i]) for i in request_ids.tolist()], dtype=np.int64))
+
+
+def simulated_decisions(
+    deployment: Deployment, requests: Sequence[RequestSpec], kept: Mapping[int, list[int]]
+) -> Decisions:
+    """What `sim` decides in the same deployment, if requests keep what they kept elsewhere; all come at once."""
+    mean = FixedLength(tokens=1)
+    workload = Workload(isl=mean, osl=mean, arrivals=PoissonArrivals(rate=1.0), num_requests=len(requests))
+    with patch("backends.sim.backend.Verifier", lambda *_: _ReplayedVerifier(kept)), recorded_decisions() as found:
+        SimBackend(every_step=True).run([deployment], workload, Acceptance(rates=(0.0,), source="replayed"), requests)
+    return found

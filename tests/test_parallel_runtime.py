@@ -1,0 +1,155 @@
+"""Engines of several ranks in processes of this host: one rank's tokens on every layout; how a lost rank is told."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+from tiny_engine import QUICK, config_with, random_prompt, tiny_model, undecided_weights
+
+from backends.torch_runtime.launch import RankError
+from backends.torch_runtime.tiny import tiny_tokenizer
+from backends.torch_runtime.weights.save import save_checkpoint
+from deepinfer.engine.arguments import EngineArguments, deploy
+from deepinfer.engine.runner import GenerationRequest, GenerationRun, Pacing, Runner, runner_backend
+from deepinfer.llm import LLM, SamplingParams
+from deepinfer.model.hf import load_model
+
+EXPERTS: dict[str, Any] = {**QUICK, "n_routed_experts": 8, "dspark_n_routed_experts": 8}
+LENGTHS = (170, 3, 61, 20, 95)
+"""Of prompts: longer than `keep_tokens`, of a chunk and of several, too short to divide; an odd number of them."""
+CHUNKED: dict[str, Any] = {"nextn": 3, "max_tokens_per_step": 64}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose weights are not quantised and find two tokens likely: no sum's order tips a token."""
+    found, config = tmp_path_factory.mktemp("tiny"), config_with(**EXPERTS)
+    del config["quantization_config"]
+    (found / "tokenizer.json").write_text(tiny_tokenizer().to_str())
+    model = tiny_model(**EXPERTS)
+    save_checkpoint(found, model, undecided_weights(model), config, 1 << 30)
+    return found
+
+
+def arguments(layout: tuple[int, int, int], **settings: Any) -> dict[str, Any]:
+    """Of an engine with degrees (ep, dp, cp)."""
+    ep, dp, cp = layout
+    degrees = {"expert_parallel_size": ep, "data_parallel_size": dp, "context_parallel_size": cp}
+    common = {"dtype": "float32", "kv_format": "bf16", "max_model_len": 256, "max_num_seqs": 4, "prefix_cache": False}
+    return {**degrees, **common, **settings}
+
+
+@contextmanager
+def open_runner(folder: Path, layout: tuple[int, int, int], **settings: Any) -> Iterator[Runner]:
+    engine = EngineArguments(str(folder), **arguments(layout, **settings))
+    backend, model = runner_backend("cpu"), load_model(str(folder))
+    deployment = deploy(engine.plan(model, "host"), backend, 256)
+    runner = backend.load(deployment, engine.source(model))
+    try:
+        yield runner
+    finally:
+        runner.close()
+
+
+def requests(lengths: Sequence[int] = LENGTHS, max_tokens: int = 10, gap_s: float = 0.0) -> list[GenerationRequest]:
+    """Greedy and sampled ones in turn."""
+    return [
+        GenerationRequest(
+            tuple(random_prompt(i, length)),
+            SamplingParams(temperature=i % 2 * 4.0, ignore_eos=True, max_tokens=max_tokens, seed=i, logprobs=2),
+            i * gap_s,
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def runs(runner: Runner) -> list[GenerationRun]:
+    """Many requests, one alone, and some that come one by one or wait for each other."""
+    return [
+        runner.generate(requests()),
+        runner.generate(requests((150,))),
+        runner.generate(requests((40, 9, 33), max_tokens=5, gap_s=0.05)),
+        runner.generate(requests((9, 40, 9), max_tokens=3), pacing=Pacing(concurrency=1)),
+    ]
+
+
+def assert_same(found: Sequence[GenerationRun], expected: Sequence[GenerationRun]) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        assert [o.token_ids for o in mine.outputs] == [o.token_ids for o in other.outputs]
+        for output, one in zip(mine.outputs, other.outputs, strict=True):
+            assert output.finish_reason == "length"
+            for logprobs, reference in zip(output.logprobs or (), one.logprobs or (), strict=True):
+                common = logprobs.keys() & reference.keys()
+                assert max(abs(logprobs[token] - reference[token]) for token in common) < 0.5
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[GenerationRun]]:
+    """What one rank answers, by replay."""
+    found = {}
+    for replay in ("off", "compact"):
+        with open_runner(folder, (1, 1, 1), replay=replay, **CHUNKED) as runner:
+            found[replay] = runs(runner)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ((2, 2, 1), CHUNKED),
+        ((2, 1, 2), {**CHUNKED, "replay": "compact"}),
+        ((4, 2, 2), CHUNKED),
+        pytest.param((1, 1, 2), {**CHUNKED, "async_scheduling": False}, marks=pytest.mark.slow),
+        pytest.param((1, 2, 1), {"nextn": 0}, marks=pytest.mark.slow),
+        pytest.param((4, 4, 1), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((2, 1, 4), {**CHUNKED, "replay": "compact"}, marks=pytest.mark.slow),
+        pytest.param((4, 1, 4), {**CHUNKED, "max_tokens_per_step": 31}, marks=pytest.mark.slow),
+        pytest.param((2, 4, 1), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((2, 4, 2), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((8, 8, 1), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((2, 8, 1), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((2, 1, 8), CHUNKED, marks=pytest.mark.slow),
+        pytest.param((8, 2, 4), {**CHUNKED, "replay": "compact"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_layout_gives_the_tokens_of_one_rank(
+    folder: Path, expected: dict[str, list[GenerationRun]], layout: tuple[int, int, int], settings: dict[str, Any]
+) -> None:
+    """Degrees (ep, dp, cp): replicas with unequal batches or none, prompts divided over cp ranks."""
+    with open_runner(folder, layout, **settings) as runner:
+        assert_same(runs(runner), expected[settings.get("replay", "off")])
+
+
+def test_a_killed_rank_is_named_with_the_requests_it_leaves_unfinished(folder: Path) -> None:
+    victims = []
+
+    def kill_rank_1(progress: Any) -> None:
+        if progress.output_tokens and not victims:
+            victims.extend(p for p in multiprocessing.active_children() if p.name == "rank 1")
+            os.kill(victims[0].pid, signal.SIGKILL)
+
+    with LLM(folder, backend="cpu", **arguments((2, 2, 1))) as llm:
+        prompts = [random_prompt(i, 10) for i in range(6)]
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
+        start_s = time.monotonic()
+        with pytest.raises(
+            RankError, match=r"rank 1 was killed by SIGKILL; 6 of 6 requests are unfinished: 0, 1"
+        ) as lost:
+            llm.generate(prompts, params, kill_rank_1)
+        assert time.monotonic() - start_s < 30
+        assert lost.value.partial.keys() == set(range(6))
+        assert all(len(tokens) < 200 for tokens in lost.value.partial.values())
+        assert any(lost.value.partial[i] for i in (0, 2, 4))
+        assert any(lost.value.partial[i] for i in (1, 3, 5)), "the dead rank's reports are lost"
+        with pytest.raises(RankError, match="the ranks have ended: rank 1"):
+            llm.generate(prompts, params)
