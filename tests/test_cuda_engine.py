@@ -19,22 +19,27 @@ import torch
 
 pytest.importorskip("triton")
 from engine_speed import shortened
+from tiny_engine import LIKELY, TinyEngine, recorded_decisions, simulated_decisions
 
 from backends.cuda.backend import GPU
+from backends.cuda.graphs import GraphLauncher
 from backends.cuda.kernels import kernel_table
 from backends.torch_runtime.assemble import rank_context
 from backends.torch_runtime.comm import Communicator
+from backends.torch_runtime.engine import RankEngine
 from backends.torch_runtime.engram import made_up_token_map
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.inputs import Track, place_blocks, prompt_rows, slot_starts
 from backends.torch_runtime.kernels import KernelTable
+from backends.torch_runtime.state import CacheShape
 from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.weights.dummy import dummy_weights
 from deepinfer.engine.arguments import EngineArguments, deploy
+from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.runner import GenerationRequest, runner_backend
 from deepinfer.hardware.host import load_host
-from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
@@ -43,6 +48,8 @@ from deepinfer.model.hf import parse_config
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.stop import StopChecker
 from deepinfer.scheduler.step import BlockTable, DecodeBatch, PrefillChunk, StepPlan
+from deepinfer.workload.generate import RequestSpec
+from deepinfer.workload.tokens import prompt_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -125,6 +132,54 @@ def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[in
     step.wants_logprobs = True
     Executor(rank, deployment.graph()).run(step)
     return step.outputs["logprobs"].float()
+
+
+class GpuEngine(TinyEngine):
+    """One rank on a GPU: Triton kernels, captured steps, asynchronous; two tokens are likely, so that drafts are kept."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment, model = deployment, deployment.model
+        device = GPU.take(0)
+        weights = dummy_weights(model, device=device, dtype=torch.bfloat16)
+        likely = weights.head[LIKELY[0]].clone() * 64
+        weights.head.zero_()
+        weights.head[LIKELY[0]], weights.head[LIKELY[1]] = likely, -likely
+        assert model.numerics is not None
+        assert model.numerics.engram is not None
+        tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
+        comm = Communicator(deployment.layout, 0, device)
+        shape = replace(CacheShape.of(deployment, 2048), num_blocks=deployment.budget.num_blocks)
+        rank = rank_context(deployment, weights, comm, kernel_table(), torch.bfloat16, 2048, tokens, shape=shape)
+        builder = StepBuilder(rank)
+        launcher = GraphLauncher(rank, Executor(rank, deployment.graph()), builder, deployment.settings.graph_rows)
+        self.engine = RankEngine(rank, deployment, launcher, builder)
+
+
+@pytest.mark.parametrize("num_blocks", [14, 64])
+def test_decisions_on_a_gpu_are_those_of_the_simulator(num_blocks: int) -> None:
+    """Chunks, batches, blocks and preemptions of the same requests and kept drafts, step by step."""
+    model, layout = parse_config(true_widths(), "true widths"), ParallelLayout()
+    machine = runner_backend("cuda").accelerator(1)
+    settings = EngineSettings(max_num_seqs=4, max_tokens_per_step=384, nextn=3, kv_format="fp4")
+    budget = replace(memory_budget(model, layout, machine, settings), num_blocks=num_blocks)
+    deployment = Deployment(model, ClusterSpec(machine, 1), layout, settings, 1, 1.0, budget, load_host("deepinfer"))
+    rng = np.random.default_rng(num_blocks)
+    lengths = zip(rng.integers(100, 700, 9).tolist(), rng.integers(1, 90, 9).tolist(), strict=True)
+    requests = [
+        RequestSpec(i, 0.0, prompt, output, tuple(range(7, 7 + prompt // 128)) * (i % 2), 128 * (i % 2))
+        for i, (prompt, output) in enumerate(lengths)
+    ]
+    hashes = [engine_request(request, 128, 0.0).block_hashes for request in requests]
+    each = [{"max_tokens": request.output_tokens, "temperature": request.id % 3 * 2.0} for request in requests]
+    with recorded_decisions() as computed:
+        served = GpuEngine(deployment).serve(list(prompt_tokens(requests, 129280, seed=1)), hashes=hashes, each=each)
+    accelerator = replace(deployment, cluster=ClusterSpec(load_hardware("b200"), 1))
+    simulated = simulated_decisions(accelerator, requests, computed.kept)
+    assert simulated.kept == computed.kept
+    assert simulated.plans == computed.plans
+    assert [len(tokens) for tokens in served.tokens] == [request.output_tokens for request in requests]
+    print(f"{len(computed.plans)} steps, {served.num_preemptions} preemptions, {served.mean_kept:.2f} kept")
+    assert served.mean_kept > 1.1
 
 
 def test_captured_steps_equal_eager_ones(folder: Path, prompts: list[list[int]]) -> None:
