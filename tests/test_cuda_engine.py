@@ -135,7 +135,7 @@ def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[in
 
 
 class GpuEngine(TinyEngine):
-    """One rank on a GPU: Triton kernels, captured steps, asynchronous; two tokens are likely, so that drafts are kept."""
+    """One rank on a GPU: Triton kernels, captured steps; two tokens are likely, so that drafts are kept."""
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment, model = deployment, deployment.model
