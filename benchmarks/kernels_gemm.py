@@ -17,14 +17,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
 
 from backends.cuda import experts, gemm
 from backends.cuda.gemm import LinearTiling
-from backends.cuda.tiles import Tiling, round_activations
+from backends.cuda.tiles import Tiling, path_of, round_activations
 from backends.torch_runtime.formats import Weight
 from backends.torch_runtime.reference import gemm as reference
 
@@ -59,11 +59,12 @@ LINEAR_SWEEP: dict[int, list[Values]] = {
         (132, 64, 128, 8, 4),
         (264, 64, 128, 8, 4),
         (264, 64, 64, 4, 3, 2),
+        (132, 64, 128, 8, 3, 1, 128),
     ],
     256: [(132, 128, 128, 8, 3), (0, 128, 128, 8, 3), (264, 128, 128, 8, 3), (132, 256, 128, 8, 3)],
     4096: [(0, 256, 128, 8, 3)],
 }
-"""Programs, tokens, weights, warps, stages and spans by the most rows that they are for."""
+"""Programs, tokens, weights, warps, stages, spans and registers by the most rows that they are for."""
 EXPERT_SWEEP: dict[int, list[Values]] = {
     64: [
         (16, 128, 4, 4),
@@ -73,9 +74,12 @@ EXPERT_SWEEP: dict[int, list[Values]] = {
         (16, 64, 4, 4, 2),
         (16, 128, 8, 3, 2),
         (16, 128, 8, 4, 2),
+        (16, 128, 8, 3, 2, 80),
     ],
     256: [
         (64, 128, 8, 4),
+        (64, 128, 8, 4, 1, 128),
+        (32, 128, 8, 3, 2, 128),
         (64, 128, 8, 3, 2),
         (64, 128, 4, 3, 2),
         (64, 64, 4, 3, 2),
@@ -85,7 +89,7 @@ EXPERT_SWEEP: dict[int, list[Values]] = {
     ],
     4096: [(256, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 2, 2)],
 }
-"""Tokens, weights, warps, stages and spans by the most rows that they are for."""
+"""Tokens, weights, warps, stages, spans and registers by the most rows that they are for."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def check(rows: int, local: Experts) -> None:
 
     def routed(m: int) -> tuple[gemm.Pairs, Tensor]:
         pairs = gemm.sort_pairs(ids[:m], 0, LOCAL)
-        tiling = experts.tiling_for(rows * TOPK / LOCAL)
+        tiling = experts.tiling_for(rows * TOPK / LOCAL, path_of(x.device))
         return pairs, gemm.grouped_experts(x[:m], weights[:m], pairs, local.w13, local.w2, LIMIT, tiling=tiling)
 
     pairs, y = routed(rows)
@@ -319,7 +323,7 @@ def sweep(rows: int, only: str, local: Experts, ceiling: tuple[float, float]) ->
         firsts: dict[str, Tensor] = {}
         for tiling, case in local.halves(rows, [Tiling(*values) for values in candidates(EXPERT_SWEEP, rows)]):
             y = case.calls[0]()
-            t = (tiling.tokens, tiling.weights, tiling.warps, tiling.stages, tiling.spans)
+            t = astuple(tiling)
             show(case, ceiling, f"{t} {difference(y, firsts.setdefault(case.name, y)):.0e}")
 
 

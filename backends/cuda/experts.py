@@ -37,11 +37,13 @@ from deepinfer.errors import UsageError
 
 EXPERT_TILINGS = (
     (12, Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2)),
+    (32, Tiling(tokens=32, weights=128, warps=8, stages=3, spans=2, registers=128)),
     (64, Tiling(tokens=64, weights=128, warps=8, stages=4)),
     (None, Tiling(tokens=128, weights=128, warps=8, stages=4)),
 )
-"""Tiles by the most pairs per expert that they are for; the last for any number. Chosen on an H200 from those that
-`benchmarks/kernels_gemm.py --sweep` tries (torch 2.11, Triton 3.6)."""
+"""Tiles by the most pairs per expert that they are for; the last for any number. Those that cap registers are not for
+block-scaled MMA, whose accumulators lie elsewhere. Chosen on an H200 from those that `benchmarks/kernels_gemm.py
+--sweep` tries (torch 2.11, Triton 3.6)."""
 
 
 @triton.jit
@@ -153,7 +155,7 @@ def grouped_experts(
     p = len(pairs.row)
     if not p:
         return torch.empty(p, h, dtype=x.dtype, device=x.device)
-    tiling = tiling or tiling_for((p if expected is None else expected) / count)
+    tiling = tiling or tiling_for((p if expected is None else expected) / count, path_of(x.device))
     active = gate_up(round_activations(x, fp4=True), weights, pairs, w13, limit, tiling)
     return down(active, pairs, w2, x.dtype, tiling)
 
@@ -207,9 +209,10 @@ def down(active: tuple[Tensor, Tensor], pairs: Pairs, w2: Weight, dtype: torch.d
     return y
 
 
-def tiling_for(pairs_per_expert: float) -> Tiling:
-    """The tiles for a number of pairs per expert."""
-    return next(tiling for most, tiling in EXPERT_TILINGS if most is None or pairs_per_expert <= most)
+def tiling_for(pairs_per_expert: float, path: int) -> Tiling:
+    """The tiles for a number of pairs per expert and a way of multiplying."""
+    usable = (pair for pair in EXPERT_TILINGS if not (pair[1].registers and path == BLOCK_SCALED.value))
+    return next(tiling for most, tiling in usable if most is None or pairs_per_expert <= most)
 
 
 def _grid(pairs: int, experts: int, columns: int, tokens: int, weights: int) -> tuple[int]:

@@ -18,7 +18,17 @@ from torch import Tensor
 
 from backends.cuda.experts import grouped_experts, sum_pairs, swiglu
 from backends.cuda.routing import route, sort_pairs
-from backends.cuda.tiles import SPAN, Tiling, fitted, loaded_rows, path_of, product, round_activations, stored_words
+from backends.cuda.tiles import (
+    BLOCK_SCALED,
+    SPAN,
+    Tiling,
+    fitted,
+    loaded_rows,
+    path_of,
+    product,
+    round_activations,
+    stored_words,
+)
 from backends.torch_runtime.formats import BLOCK, Weight
 from backends.torch_runtime.reference import gemm as reference
 from backends.torch_runtime.reference.gemm import Pairs
@@ -37,16 +47,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LinearTiling:
-    """The tiles for up to `rows` rows, and how many programs the columns of a weight are split for at most."""
+    """The tiles for up to `rows` rows, and how many programs the columns of a weight are split for at most.
+
+    `crowded` are those for a weight of more tiles than that, of which two fit on a multiprocessor of Hopper.
+    """
 
     rows: int | None
     tiling: Tiling
     programs: int = 0
+    crowded: Tiling | None = None
+
+    def chosen(self, rows: int, path: int, width: int) -> Tiling:
+        """The tiles for a weight of a number of rows and a width, and a way of multiplying."""
+        usual = fitted(self.tiling, path, width)
+        if self.crowded and path != BLOCK_SCALED.value and triton.cdiv(rows, usual.weights) > self.programs:
+            return fitted(self.crowded, path, width)
+        return usual
 
 
 LINEAR_TILINGS = (
     LinearTiling(16, Tiling(tokens=16, weights=64, warps=4, stages=4), programs=396),
-    LinearTiling(64, Tiling(tokens=64, weights=128, warps=8, stages=4), programs=132),
+    LinearTiling(
+        64,
+        Tiling(tokens=64, weights=128, warps=8, stages=4),
+        programs=132,
+        crowded=Tiling(tokens=64, weights=128, warps=8, stages=3, registers=128),
+    ),
     LinearTiling(256, Tiling(tokens=128, weights=128, warps=8, stages=3), programs=132),
     LinearTiling(None, Tiling(tokens=256, weights=128, warps=8, stages=3)),
 )
@@ -134,7 +160,7 @@ def product_of(x: Tensor, weight: Weight, usual: LinearTiling | None = None) -> 
         return y
     path, fp4 = path_of(x.device), weight.storage == "mxfp4"
     usual = usual or tiling_for(m)
-    tiling = fitted(usual.tiling, path, width)
+    tiling = usual.chosen(weight.data.shape[0], path, width)
     tiles = triton.cdiv(n, tiling.weights) * groups
     splits = max(1, min(usual.programs // tiles, width // (SPAN * tiling.spans * LEAST_STEPS)))
     tiles *= triton.cdiv(m, tiling.tokens)

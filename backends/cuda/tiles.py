@@ -41,6 +41,10 @@ PORTABLE = tl.constexpr(2)
 
 _HALVES = tl.constexpr(-0x7FFF8000)
 """The sign bits of two BF16 values in a word, 0x80008000."""
+_TWO_SIGNS = tl.constexpr(-0x77FF7800)
+"""Those and the ones 4 bits below, 0x88008800."""
+_E2M1_BITS = tl.constexpr(-0x7E3F7E40)
+"""What an E2M1 value can have of two BF16 values in a word, 0x81C081C0."""
 _OFFSET = tl.constexpr(2.0**64)
 _E4M3_MAX = tl.constexpr(448.0)
 _SMALLEST_AMAX = tl.constexpr(1e-4)
@@ -48,16 +52,20 @@ _SMALLEST_AMAX = tl.constexpr(1e-4)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tokens and weight rows of a tile, warps of a program, steps in flight, columns of a step in units of 128."""
+    """Tokens and weight rows of a tile, warps of a program, steps in flight, columns of a step in units of 128.
+
+    `registers` caps those of a thread, so that more programs share a multiprocessor; 0 leaves them to the compiler.
+    """
 
     tokens: int
     weights: int
     warps: int
     stages: int
     spans: int = 1
+    registers: int = 0
 
     @property
-    def options(self) -> dict[str, int | bool]:
+    def options(self) -> dict[str, int | bool | None]:
         """Launch arguments of a kernel that is built of these tiles."""
         return {
             "SPANS": self.spans,
@@ -66,6 +74,7 @@ class Tiling:
             "WARPS": self.warps,
             "STAGES": self.stages,
             "num_warps": self.warps,
+            "maxnreg": self.registers or None,
             "enable_fp_fusion": True,
         }
 
@@ -73,7 +82,7 @@ class Tiling:
 def fitted(tiling: Tiling, path: int, width: int) -> Tiling:
     """The tiling that a way of multiplying can use: block-scaled MMA takes 128 rows of weights, steps are whole."""
     if path == BLOCK_SCALED.value:
-        return replace(tiling, weights=max(tiling.weights, 128), spans=1)
+        return replace(tiling, weights=max(tiling.weights, 128), spans=1, registers=0)
     return tiling if width % (SPAN * tiling.spans) == 0 else replace(tiling, spans=1)
 
 
@@ -205,27 +214,31 @@ def loaded_rows(WEIGHTS: tl.constexpr, WARPS: tl.constexpr, PATH: tl.constexpr):
 
 
 @triton.jit
-def _bf16_pair(word, PIECE: tl.constexpr, FP4: tl.constexpr):
-    """Two of a word's values 16 bits apart as BF16, too small by the difference of the exponents' biases.
+def _e2m1_over_bf16(word, LOW: tl.constexpr, PATH: tl.constexpr):
+    """The lower or upper two values of each half of a word with their bits apart as in BF16, the lower one 4 bits down.
 
-    Sign, exponent and mantissa keep their order in both formats: a shift for the sign and one for the rest. Subnormal
-    values become subnormal ones.
+    Sign, exponent and mantissa keep their order in both formats, so one shift moves the rest of all values away from
+    their signs; for these two of a half, signs and rests do not collide. Subnormal values become subnormal ones.
     """
-    if FP4:
-        sign = word << 12 - 4 * PIECE
-        rest = word << 6 - 4 * PIECE if PIECE < 2 else word >> 4 * PIECE - 6
-        pair = (sign & _HALVES) | (rest & 0x01C001C0)
-    else:
-        sign = word << 8 - 8 * PIECE
-        rest = word << 4 if PIECE == 0 else word >> 4
-        pair = (sign & _HALVES) | (rest & 0x07F007F0)
-    return pair
+    signs = word << 8 if LOW else word
+    rest = word << 2 if LOW else word >> 6
+    if PATH == PORTABLE:
+        return (signs & _TWO_SIGNS) | (rest & ~_TWO_SIGNS)
+    # In PTX, or the compiler would distribute the mask of a pair over the two terms.
+    return tl.inline_asm_elementwise(
+        "lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", "=r,r,r", [signs, rest], dtype=tl.int32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _scaled_pair(word, scale, PIECE: tl.constexpr, FP4: tl.constexpr, PATH: tl.constexpr):
-    """The pair times the scale's BF16 pair: [..., 2]."""
-    pair = _bf16_pair(word, PIECE, FP4)
+def _e4m3_pair(word, LOW: tl.constexpr):
+    """The lower or upper byte of each half of a word as BF16, too small by the difference of the exponents' biases."""
+    return (word << 8 if LOW else word) & _HALVES | (word << 4 if LOW else word >> 4) & 0x07F007F0
+
+
+@triton.jit
+def _scaled_pair(pair, scale, PATH: tl.constexpr):
+    """Two BF16 values of a word times the scale, BF16 in both halves of a word: [..., 2]."""
     if PATH == PORTABLE:
         factor = (scale << 16).to(tl.float32, bitcast=True)
         low = (pair << 16).to(tl.float32, bitcast=True) * factor
@@ -260,13 +273,16 @@ def _widened(word, scale, WARPS: tl.constexpr, FP4: tl.constexpr, PATH: tl.const
     if PATH != PORTABLE:
         factor = factor * 0x10001
     factor, word = tl.broadcast(factor, tl.reshape(word, [N, 4, 4, H]))
-    first = _scaled_pair(word, factor, 0, FP4, PATH)
-    second = _scaled_pair(word, factor, 1, FP4, PATH)
     if FP4:
-        third = _scaled_pair(word, factor, 2, FP4, PATH)
-        fourth = _scaled_pair(word, factor, 3, FP4, PATH)
+        low, high = _e2m1_over_bf16(word, True, PATH), _e2m1_over_bf16(word, False, PATH)
+        first = _scaled_pair(low << 4 & _E2M1_BITS, factor, PATH)
+        second = _scaled_pair(low & _E2M1_BITS, factor, PATH)
+        third = _scaled_pair(high << 4 & _E2M1_BITS, factor, PATH)
+        fourth = _scaled_pair(high & _E2M1_BITS, factor, PATH)
         pieces = tl.join(tl.join(first, third), tl.join(second, fourth))
     else:
+        first = _scaled_pair(_e4m3_pair(word, True), factor, PATH)
+        second = _scaled_pair(_e4m3_pair(word, False), factor, PATH)
         pieces = tl.join(first, second)
     PIECES: tl.constexpr = 4 if FP4 else 2
     # group, half of 16 rows, warp, row of 8, quarter, word, half, value of the pair, piece
