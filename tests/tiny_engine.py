@@ -20,11 +20,13 @@ from backends.torch_runtime.formats import KVStorage
 from backends.torch_runtime.inputs import Track
 from backends.torch_runtime.kernels import KernelTable
 from backends.torch_runtime.launcher import EagerLauncher
+from backends.torch_runtime.serving import EnginePayload, worker
 from backends.torch_runtime.state import CacheShape
 from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.tiny import tiny_config
 from backends.torch_runtime.weights.dummy import dummy_weights
 from backends.torch_runtime.weights.rank import ModelWeights
+from backends.torch_runtime.worker import Channel, RankContext
 from deepinfer.engine.deployment import Deployment
 from deepinfer.hardware.host import load_host
 from deepinfer.hardware.local import host_memory
@@ -115,7 +117,10 @@ class Served:
 
 
 class TinyEngine:
-    """One rank; weights are plain FP32, unless given, and the KV is kept in `storage`."""
+    """One rank; weights are plain FP32, unless given, and the KV is kept in `storage`.
+
+    `compressed_ids` of tokens, for n-grams, are made up, unless given.
+    """
 
     def __init__(
         self,
@@ -124,6 +129,7 @@ class TinyEngine:
         storage: KVStorage = "fp32",
         rank: int = 0,
         dtype: torch.dtype = torch.float32,
+        compressed_ids: torch.Tensor | None = None,
     ) -> None:
         model = deployment.model
         self.deployment = deployment
@@ -133,7 +139,14 @@ class TinyEngine:
         )
         comm = Communicator(deployment.layout, rank, torch.device("cpu"))
         self.context = rank_context(
-            deployment, weights, comm, KernelTable(), dtype, MAX_MODEL_LEN, token_map(model), shape=shape
+            deployment,
+            weights,
+            comm,
+            KernelTable(),
+            dtype,
+            MAX_MODEL_LEN,
+            token_map(model) if compressed_ids is None else compressed_ids,
+            shape=shape,
         )
         builder = StepBuilder(self.context)
         launcher = EagerLauncher(self.context, Executor(self.context, deployment.graph()), builder)
@@ -175,6 +188,12 @@ class TinyEngine:
             scheduler.num_hit_tokens,
             scheduler.num_preemptions,
         )
+
+
+def exact_worker(context: RankContext, payload: EnginePayload, channel: Channel) -> None:
+    """The worker of engines of several ranks, with KV kept in FP32: no last bit of a sum tips a rounding of it."""
+    with patch("backends.torch_runtime.state.kv_storage", lambda _: "fp32"):
+        worker(context, payload, channel)
 
 
 def token_map(model: ModelSpec) -> torch.Tensor | None:
