@@ -61,7 +61,7 @@ def assert_same(found: Served, expected: Served, within: float = 1e-3) -> None:
 def expected() -> Served:
     """What each request generates alone, token by token, decided and computed in turn."""
     alone = engine(async_scheduling=False, max_tokens_per_step=128, max_num_seqs=1)
-    return alone.serve(PROMPTS, max_tokens=24, each=TEMPERATURES, logprobs=3)
+    return alone.serve(PROMPTS, max_tokens=18, each=TEMPERATURES, logprobs=3)
 
 
 # --- how steps are cut ----------------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def test_prefill_in_chunks_equals_decoding_the_same_tokens(weights: Any, storage
     places = [0, 1, 2, 13, 28, 29, 49]
     prompts = [prompt + decoded.tokens[0][:place] for place in places]
     expected = decoded.distributions(0)[places]
-    for rows in (128, 33, 5) if weights is PLAIN else (23,):
+    for rows in (128, 5) if weights is PLAIN else (23,):
         prefilled = engine(weights, storage, max_tokens_per_step=rows).serve(prompts, max_tokens=1, logprobs=VOCAB)
         found = np.concatenate([prefilled.distributions(i) for i in range(len(places))])
         worst = np.abs(found - expected).max(1)
@@ -88,7 +88,7 @@ def test_prefill_in_chunks_equals_decoding_the_same_tokens(weights: Any, storage
 def test_drafts_batches_and_asynchronous_steps_change_no_token(expected: Served, nextn: int) -> None:
     """A draft is kept exactly when it is what would have been sampled; half of them are, here."""
     batched = engine(nextn=nextn, max_tokens_per_step=48, async_scheduling=nextn != 2, max_num_seqs=4)
-    served = batched.serve(PROMPTS, max_tokens=24, each=TEMPERATURES, logprobs=3)
+    served = batched.serve(PROMPTS, max_tokens=18, each=TEMPERATURES, logprobs=3)
     assert_same(served, expected)
     assert 1.3 < served.mean_kept <= nextn + 1 if nextn else served.mean_kept == 1.0
 
@@ -113,10 +113,10 @@ def test_many_short_requests_through_few_slots_equal_each_alone() -> None:
     assert_same(crowded.serve(prompts, each=each, logprobs=1), alone)  # on what the first run left behind
 
 
-@pytest.mark.parametrize(("asynchronous", "num_blocks"), [(True, 9), (True, 11), (False, 9)])
+@pytest.mark.parametrize(("asynchronous", "num_blocks"), [(True, 7), (True, 9), (False, 7)])
 def test_preempted_requests_get_the_same_tokens(expected: Served, asynchronous: bool, num_blocks: int) -> None:
     crowded = engine(nextn=3, max_tokens_per_step=48, num_blocks=num_blocks, async_scheduling=asynchronous)
-    served = crowded.serve(PROMPTS, max_tokens=24, each=TEMPERATURES, logprobs=3)
+    served = crowded.serve(PROMPTS, max_tokens=18, each=TEMPERATURES, logprobs=3)
     assert served.num_preemptions >= 2
     assert_same(served, expected)
 
@@ -171,9 +171,9 @@ def test_compact_replay_equals_its_mask(keep_tokens: int) -> None:
         return cut.serve(PROMPTS, max_tokens=3, logprobs=VOCAB)
 
     mask, off = served("mask", 48), served("off", 128)
-    for rows, nextn in ((48, 0), (23, 3), (128, 5)):
+    for rows, nextn in ((48, 0), (23, 3)):
         assert_same(served("compact", rows, nextn), mask, within=1e-4)
-    assert_same(served("mask", 23, 3), mask, within=1e-4)
+    assert_same(served("mask", 128, 5), mask, within=1e-4)
     differs = [np.abs(off.distributions(i)[0] - mask.distributions(i)[0]).max() > 1e-4 for i in range(len(PROMPTS))]
     assert differs == [len(prompt) > keep_tokens for prompt in PROMPTS]
 
