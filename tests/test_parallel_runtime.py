@@ -27,8 +27,8 @@ from deepinfer.llm import LLM, SamplingParams
 from deepinfer.model.hf import load_model
 
 EXPERTS: dict[str, Any] = {**QUICK, "n_routed_experts": 8, "dspark_n_routed_experts": 8}
-LENGTHS = (170, 3, 61, 20, 95)
-"""Of prompts: longer than `keep_tokens`, of a chunk and of several, too short to divide; an odd number of them."""
+LENGTHS = (230, 3, 61, 20, 95)
+"""Of prompts: with a chunk wholly before the rows that compact replay keeps, of a chunk and less, and an odd number."""
 CHUNKED: dict[str, Any] = {"nextn": 3, "max_tokens_per_step": 64}
 
 
