@@ -148,7 +148,8 @@ def test_a_killed_rank_is_named_with_the_requests_it_leaves_unfinished(folder: P
     victims: list[Any] = []
 
     def kill_rank_1(progress: Any) -> None:
-        if progress.output_tokens and not victims:
+        # By then the other replica, which steps along, has reported tokens too.
+        if progress.output_tokens > 60 and not victims:
             victims.extend(p for p in multiprocessing.active_children() if p.name == "rank 1")
             os.kill(victims[0].pid, signal.SIGKILL)
 

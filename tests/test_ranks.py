@@ -167,7 +167,7 @@ def different_layouts(ranks: int) -> list[ParallelLayout]:
     return list(kept.values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_collectives_compute_what_one_process_does(device: str, ranks: int) -> None:
     if device == "cuda" and torch.cuda.device_count() < ranks:
