@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on a GPU: device time of every operator beside what its bytes and FLOPs take at least.
+"""Where a decode step's time goes on a GPU: time of every operator beside what its bytes and FLOPs take at least.
 
     python benchmarks/step_profile.py --layers 12 --requests 64 --context 4096 [--nextn 0] [--prefill 4096]
 

@@ -30,7 +30,7 @@ def generate(
     prompt_ids: Annotated[list[str] | None, typer.Option(help="A prompt as token ids: '1 2 3'.")] = None,
     backend: Backend = "auto",
     load_format: LoadFormat = "auto",
-    dtype: Annotated[str, typer.Option(help="Of activations: auto, bfloat16, float32; float64 is a test mode.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of activations: auto, bfloat16 or float32; float64 to test.")] = "auto",
     ep: Annotated[int, typer.Option(help="Ranks that hold all experts together.")] = 1,
     dp: Annotated[int, typer.Option(help="Attention replicas; 0: max(1, ep / cp).")] = 0,
     cp: Annotated[int, typer.Option(help="Ranks of an attention replica.")] = 1,
@@ -80,7 +80,9 @@ def generate(
     }
     with LLM(model, backend=backend, **engine) as llm, progress_bar("generating") as progress:
         done = llm.run(prompts, params, progress)
-    _print_generation(done, nextn, as_json)
+        speaks = llm.speaks
+    if speaks:
+        _print_generation(done, nextn, as_json)
 
 
 def run(
@@ -105,6 +107,8 @@ def run(
     loaded = load_plan(plan)
     with progress_bar("serving") as progress:
         served = serve_plan(loaded, backend, model, cast("Any", load_format), requests, progress)
+    if not served.speaks:
+        return
     text = json.dumps(_as_json(loaded, served, load_format), indent=2)
     if output is not None:
         write_file(output, (text + "\n").encode())

@@ -19,7 +19,7 @@ from deepinfer.engine.runner import (
     load_tokenizer,
     runner_backend,
 )
-from deepinfer.errors import UsageError
+from deepinfer.errors import EngineLostError, UsageError
 from deepinfer.model.folder import tokenizer_file
 from deepinfer.model.hf import load_model
 from deepinfer.sampling.params import SamplingParams, derived_seed
@@ -149,9 +149,17 @@ class LLM:
         fitting = [i for i, request in enumerate(prepared) if len(request.token_ids) < self.max_model_len]
         requests = [self._request(prepared[i], self._num_served + i) for i in fitting]
         self._num_served += len(prepared)
-        run = self._runner.generate(requests, progress) if requests else None
+        try:
+            run = self._runner.generate(requests, progress) if requests else None
+        except EngineLostError as error:
+            raise error.renumbered(fitting) from error
         served = dict(zip(fitting, run.outputs, strict=True)) if run else {}
         return Generation([self._output(i, request, served.get(i)) for i, request in enumerate(prepared)], run)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process should print: under torchrun, rank 0 does."""
+        return self._runner is None or self._runner.speaks
 
     @property
     def tokenizer(self) -> Tokenizer:

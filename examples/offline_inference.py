@@ -61,7 +61,11 @@ def generate(model: str, args: argparse.Namespace) -> None:
         progress_bar("generating") as progress,
     ):
         outputs, run = llm.run(prompts, params, progress)
-        print(f"{model} on {llm.deployment.cluster.accelerator.name}: {llm.deployment.layout}\n")
+        speaks = llm.speaks  # under torchrun, one rank prints
+        if speaks:
+            print(f"{model} on {llm.deployment.cluster.accelerator.name}: {llm.deployment.layout}\n")
+    if not speaks:
+        return
     for output in outputs:
         show(output)
     if run is not None:

@@ -67,6 +67,7 @@ def check_hyper_connections(device, m, h, dtype):
         (embedded, embedded[row : row + 1], None, None),
         (carry, one, y, y2),
         (carry, one, y, None),
+        (carry, one, None, None),
     ):
         got, want = cuda.hc_enter(state, a, b, *arguments), ref.hc_enter(state, a, b, *arguments)
         for part, expected in zip((*got[0], got[1]), (*want[0], want[1]), strict=True):
@@ -222,7 +223,7 @@ def compiled_kernels():
     yield row("scatter", records._scatter_kernel, "iil", 132, 256, warps=1)
     yield row("threshold", sampling._threshold_kernel, "ffifffnn", sampling.BLOCK, sampling.FEW, warps=16)
     yield row("race", sampling._race_kernel, "fffllfinn", sampling.PART, warps=8)
-    yield row("winner", sampling._winner_kernel, "fiin", 32, warps=1)
+    yield row("winner", sampling._winner_kernel, "fiinn", 32, warps=1)
 
 
 COMPILED = [

@@ -216,7 +216,7 @@ def test_two_gpus_give_the_tokens_of_one(
 
 
 def test_two_gpus_replay_graphs(folder: Path, prompts: list[list[int]]) -> None:
-    """Captured exchanges over NCCL, BF16: they run and give what eager steps of the same layout give."""
+    """Captured exchanges give about what eager ones do in BF16: those send other numbers of rows, and round so."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     eager = generate(folder, prompts, 16, logprobs=0, expert_parallel_size=2)

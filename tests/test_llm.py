@@ -62,6 +62,7 @@ class ScriptedRunner:
     def __init__(self, deployment: Deployment, source: EngineSource, script: Sequence[int], width: int) -> None:
         self.deployment, self.source, self.script, self.width = deployment, source, tuple(script), width
         self.eos_token_ids = (EOS,)
+        self.speaks = True
         self.closed = False
         self.calls: list[tuple[list[GenerationRequest], Pacing]] = []
 

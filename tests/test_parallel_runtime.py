@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +21,11 @@ import pytest
 pytest.importorskip("torch")
 from tiny_engine import QUICK, config_with, random_prompt, tiny_model, undecided_weights
 
-from backends.torch_runtime.launch import RankError
 from backends.torch_runtime.tiny import tiny_tokenizer
 from backends.torch_runtime.weights.save import save_checkpoint
 from deepinfer.engine.arguments import EngineArguments, deploy
 from deepinfer.engine.runner import AT_ONCE, GenerationRequest, GenerationRun, Pacing, Runner, runner_backend
+from deepinfer.errors import EngineLostError
 from deepinfer.llm import LLM, SamplingParams
 from deepinfer.model.hf import load_model
 
@@ -161,13 +164,42 @@ def test_a_killed_rank_is_named_with_the_requests_it_leaves_unfinished(folder: P
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=200)
         start_s = time.monotonic()
         with pytest.raises(
-            RankError, match=r"rank 1 was killed by SIGKILL; 6 of 6 requests are unfinished: 0, 1"
+            EngineLostError, match=r"rank 1 was killed by SIGKILL; 6 of 6 requests are unfinished: 0, 1"
         ) as lost:
             llm.generate(prompts, params, kill_rank_1)
         assert time.monotonic() - start_s < 30
-        assert lost.value.partial.keys() == set(range(6))
-        assert all(len(tokens) < 200 for tokens in lost.value.partial.values())
-        assert any(lost.value.partial[i] for i in (0, 2, 4))
-        assert any(lost.value.partial[i] for i in (1, 3, 5)), "the dead rank's reports are lost"
-        with pytest.raises(RankError, match="the ranks have ended: rank 1"):
+        assert lost.value.unfinished.keys() == set(range(6))
+        assert all(len(tokens) < 200 for tokens in lost.value.unfinished.values())
+        assert any(lost.value.unfinished[i] for i in (0, 2, 4))
+        assert any(lost.value.unfinished[i] for i in (1, 3, 5)), "the dead rank's reports are lost"
+        with pytest.raises(EngineLostError, match="the ranks have ended: rank 1"):
             llm.generate(prompts, params)
+
+
+JOINED = """
+import json, os, sys
+from deepinfer import LLM, SamplingParams
+
+if __name__ == "__main__":
+    folder, prompts, options = json.loads(sys.argv[1])
+    with LLM(folder, backend="cpu", **options) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6))
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        print(json.dumps([int(os.environ["RANK"]), llm.speaks, tokens]) + "\\n", end="", flush=True)
+"""
+
+
+def test_under_torchrun_every_rank_has_all_outputs_and_one_speaks(folder: Path, tmp_path: Path) -> None:
+    prompts = [random_prompt(i, 12) for i in range(3)]
+    script, options = tmp_path / "joined.py", arguments((2, 2, 1))
+    script.write_text(JOINED, encoding="utf-8")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*launch, json.dumps([str(folder), prompts, options])], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = sorted(json.loads(line) for line in done.stdout.splitlines())
+    with LLM(folder, backend="cpu", **arguments((1, 1, 1))) as llm:
+        alone = llm.generate(prompts, SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=6))
+    expected = [list(output.outputs[0].token_ids) for output in alone]
+    assert found == [[0, True, expected], [1, False, expected]]

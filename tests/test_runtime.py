@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,8 @@ from tiny_engine import (
     undecided_weights,
 )
 
+from backends.torch_runtime.executor import Executor
+from backends.torch_runtime.kernels import KernelTable
 from backends.torch_runtime.runner import TorchRunner
 from backends.torch_runtime.serving import block_hashes
 from backends.torch_runtime.tiny import tiny_tokenizer
@@ -278,3 +281,29 @@ def test_what_has_not_ended_in_time_is_aborted(runner: TorchRunner) -> None:
     assert 0 < sum(len(output.token_ids) for output in cut.outputs) < 4 * 14
     again = runner.generate(generation_requests([20], max_tokens=3))
     assert again.outputs[0].token_ids == whole.outputs[0].token_ids[:3]
+
+
+def test_rows_that_fill_a_captured_step_change_nothing_and_have_no_experts() -> None:
+    """A decode step of two requests among rows of nobody, as a graph is captured, beside the step of the two alone."""
+    outputs = []
+    for padding in (0, 3):
+        found = engine()
+        found.serve(PROMPTS[:2], max_tokens=2)
+        rank, builder = found.context, found.builder
+        slots = torch.tensor([0, 1, *[rank.state.nobody] * padding], dtype=torch.int32)
+        step = builder.decode(slots, 256)
+        step.equal_exchange = padding > 0
+        counted: list[int] = []
+
+        def counting(ids: torch.Tensor, *rest: Any, counted: list[int] = counted) -> Any:
+            counted.append(int((ids >= 0).sum()))
+            return KernelTable().sort_pairs(ids, *rest)
+
+        step.rank = replace(rank, kernels=replace(rank.kernels, sort_pairs=counting))
+        Executor(step.rank, found.deployment.graph()).run(step)
+        outputs.append((step.outputs["tokens"][:2], step.outputs["kept"][:2], counted, int(rank.state.cached[-1])))
+    (tokens, kept, pairs, _), (padded_tokens, padded_kept, padded_pairs, nobody_cached) = outputs
+    assert torch.equal(tokens, padded_tokens)
+    assert torch.equal(kept, padded_kept)
+    assert pairs == padded_pairs
+    assert nobody_cached == 0

@@ -270,11 +270,12 @@ def test_a_sharded_read_takes_no_memory_for_the_rest(tmp_path: Path) -> None:
     model = replace(MODEL, layers=layers, draft=None)
     save_checkpoint(tmp_path, model, dummy_weights(model), tiny.tiny_config())
     code = (
-        "import pickle, resource, sys\n"
+        "import pickle, re, sys\n"
         "from pathlib import Path\n"
         "from backends.torch_runtime.weights import RankPart, load_weights\n"
         "model = pickle.loads(sys.stdin.buffer.read())\n"
-        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        # Not ru_maxrss, which a process has from the one that started it.
+        "peak = lambda: 1024 * int(re.search(r'VmHWM:\\s+(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "before = peak()\n"
         "weights = load_weights(Path(sys.argv[1]), model, RankPart(engram_rank=77, engram_ranks=128))\n"
         "print(peak() - before, weights.num_bytes)"
@@ -392,7 +393,7 @@ def test_plain_tensors_load_plain_or_quantised_to_the_same_numbers(tensors: Tens
                 assert torch.equal(other.dequantized(), weight.dequantized()), key
 
 
-def test_quantising_on_load_errs_by_less_than_half_a_step_of_its_block(tensors: Tensors) -> None:
+def test_quantising_on_load_errs_by_half_a_step_at_most(tensors: Tensors) -> None:
     generator = torch.Generator().manual_seed(0)
     numbers = {n: torch.randn(t.shape, generator=generator) for n, t in plain(tensors).items()}
     for part in (WHOLE, RankPart(1, 4, 2, 3)):
@@ -401,10 +402,12 @@ def test_quantising_on_load_errs_by_less_than_half_a_step_of_its_block(tensors: 
         for layer, other in zip(exact.layers, rounded.layers, strict=True):
             for key, weight in layer.items():
                 error = (other[key].dequantized() - weight.data).abs()
-                # Half a step is 2^-4 of the value in E4M3, and in E2M1 1/6 of the block's largest at most.
-                limit = {"plain": 0.0, "mxfp4": 1 / 3}.get(other[key].storage, 1 / 16)
-                largest = weight.data.abs().amax() if other[key].storage == "mxfp4" else weight.data.abs() + 1e-2
-                assert (error <= limit * largest).all(), key
+                limit: Any = {"plain": 0.0}.get(other[key].storage, (weight.data.abs() + 1e-2) / 16)  # of E4M3: 2^-4
+                if other[key].storage == "mxfp4":
+                    # The widest step is 2 scales, and a scale less than a third of the block's largest value.
+                    blocks = weight.data.abs().unflatten(-1, (-1, 32))
+                    limit = (blocks.amax(-1, keepdim=True) / 3).expand_as(blocks).flatten(-2)
+                assert (error <= limit).all(), key
 
 
 # --- dummies --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class TinyEngine:
             token_map(model) if compressed_ids is None else compressed_ids,
             shape=shape,
         )
-        builder = StepBuilder(self.context)
+        self.builder = builder = StepBuilder(self.context)
         launcher = EagerLauncher(self.context, Executor(self.context, deployment.graph()), builder)
         self.engine = RankEngine(self.context, deployment, launcher, builder)
 

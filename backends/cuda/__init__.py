@@ -1,4 +1,4 @@
-"""The `cuda` backend: Triton kernels, CUDA graphs, NCCL. Hopper runs it; Blackwell's code is compiled and not yet run."""
+"""The `cuda` backend: Triton kernels, CUDA graphs, NCCL. It runs on Hopper; Blackwell's code is compiled only."""
 
 from __future__ import annotations
 

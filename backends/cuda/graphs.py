@@ -1,4 +1,4 @@
-"""Decode steps as captured CUDA graphs: one per number of requests and range of contexts, captured when first needed."""
+"""Decode steps as captured CUDA graphs: one per number of requests and range of contexts, captured when needed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class _Captured:
 class GraphLauncher:
     """Replays steps that only decode, and runs others operator by operator.
 
-    Rows are padded to a multiple of `graph_rows`, and contexts to a power of two: index scores of entries that do not
-    exist are not computed, but they have a place. Ranks that step together agree on both before each step, so that their
-    exchanges match. Token ids stay on the device from one step to the next.
+    Rows are padded to a multiple of `graph_rows`, then to whole requests, and contexts to a power of two: index scores
+    of entries that do not exist are not computed, but they have a place. Ranks that step together agree on both before
+    each step, so that their exchanges match. Token ids stay on the device from one step to the next.
     """
 
     def __init__(self, rank: RankContext, executor: Executor, builder: StepBuilder, graph_rows: int) -> None:
@@ -42,20 +42,19 @@ class GraphLauncher:
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[tuple[int, int], _Captured] = {}
 
-    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
+    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:
         """See `StepLauncher`."""
-        eager = prompts is not None or wants_logprobs
-        context = _NOT_CAPTURED if eager else _padded_context(max_context)
-        wanted = self._rank.comm.agree_max(_NOT_CAPTURED if eager else self._padded_requests(len(slots)))
+        eager = prompts is not None or logprobs is not None
+        mine = _NOT_CAPTURED if eager else self._padded_requests(len(slots))
+        wanted, context = self._rank.comm.agree_max_each(mine, _padded_context(max_context))
         if wanted == _NOT_CAPTURED:
-            return self._eager.launch(slots, prompts, max_context, wants_logprobs)
-        context = self._rank.comm.agree_max(context)
-        begin = torch.cuda.Event(enable_timing=True)
-        begin.record()
+            return self._eager.launch(slots, prompts, max_context, logprobs)
         captured = self._captured.get((wanted, context)) or self._capture(wanted, context)
         padded = np.full(wanted, self._rank.state.nobody, dtype=np.int64)
         padded[: len(slots)] = slots
         captured.slots.copy_(self._builder.to_device(padded), non_blocking=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        begin.record()
         captured.graph.replay()
         return Outputs(captured.outputs, begin)
 

@@ -61,5 +61,4 @@ def kernel_table() -> KernelTable:
         pool_pairs=elementwise.pool_pairs,
         engram_gate=elementwise.engram_gate,
         sample=sampling.sample,
-        name="cuda",
     )

@@ -221,12 +221,15 @@ def _race_kernel(logits, temperature, threshold, seed, position, best, token, co
 
 
 @triton.jit
-def _winner_kernel(best, token, out, parts, PARTS: tl.constexpr):
+def _winner_kernel(best, token, out, parts, count, PARTS: tl.constexpr):
     index = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, PARTS)
     score = tl.load(best + index * parts + at, mask=at < parts, other=-float("inf"))
     candidate = tl.load(token + index * parts + at, mask=at < parts, other=2147483647)
-    tl.store(out + index, tl.min(tl.where(score == tl.max(score), candidate, 2147483647)))
+    winner = tl.min(tl.where(score == tl.max(score), candidate, 2147483647))
+    tl.store(
+        out + index, tl.minimum(winner, count - 1)
+    )  # a row of NaN has no winner, and must name a token all the same
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor, position: Tensor) -> Tensor:
@@ -269,6 +272,6 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, se
             enable_fp_fusion=True,
         )
         _winner_kernel[(m,)](
-            best, token, out, parts, PARTS=triton.next_power_of_2(parts), num_warps=1, enable_fp_fusion=True
+            best, token, out, parts, count, PARTS=triton.next_power_of_2(parts), num_warps=1, enable_fp_fusion=True
         )
     return out

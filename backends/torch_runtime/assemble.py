@@ -7,7 +7,7 @@ import torch
 from backends.torch_runtime.comm import Communicator
 from backends.torch_runtime.context import EngramTables, RankContext, rope_table
 from backends.torch_runtime.kernels import KernelTable
-from backends.torch_runtime.state import CacheShape, EngineState
+from backends.torch_runtime.state import CacheShape, EngineState, kv_storage
 from backends.torch_runtime.weights.rank import ModelWeights
 from deepinfer.engine.deployment import Deployment
 from deepinfer.errors import UsageError
@@ -48,13 +48,14 @@ def rank_context(
         rotary=rope_table(model, shape.max_blocks * shape.block_tokens + 2 * shape.rows_per_request, device),
         engram=engram,
         dtype=dtype,
-        max_model_len=max_model_len,
     )
 
 
 def check_runnable(deployment: Deployment) -> None:
     """Raises UsageError, one sentence, for a deployment that can be planned and not run."""
     model, layout, settings = deployment.model, deployment.layout, deployment.settings
+    if model.numerics is not None:
+        kv_storage(model)
     refused = {
         f"model family {model.family} has no kernels here; deepseek-v4.1 has": model.numerics is None,
         f"tp {layout.tp} is planned, not run: attention runs with dp and cp": layout.tp > 1,

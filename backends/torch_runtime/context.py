@@ -56,7 +56,6 @@ class RankContext:
     rotary: dict[bool, tuple[Tensor, Tensor]]
     engram: EngramTables | None
     dtype: torch.dtype
-    max_model_len: int
 
     @property
     def numerics(self) -> Numerics:
@@ -110,9 +109,7 @@ class StepContext:
     `decode_slots` and `first_slots` are slots of this rank's decoding requests and of those whose prompt ends here,
     with their last row at `first_pos`; `logit_of_kept` are the rows that give tokens (None: all). `kept_of_every` are
     the rows of bounded layers (None: all). `run_first` is where each row's run of neighbours on this rank begins, if
-    that is not where its request's rows do. No row of the step is at `max_context` or behind it. `exchange_rows` > 0
-    fixes how many rows every rank of the expert group sends to each other.
-    """
+    that is not where its request's rows do. No row of the step is at `max_context` or behind it."""
 
     rank: RankContext
     token_ids: Tensor
@@ -129,7 +126,7 @@ class StepContext:
     gather_every: Gathering | None = None
     gather_kept: Gathering | None = None
     equal_exchange: bool = False
-    wants_logprobs: bool = False
+    logprobs: int | None = None
     drafting: RowView | None = None
     draft_slots: Tensor | None = None
     features: list[Tensor] = field(default_factory=list)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
 from backends.torch_runtime.context import RankContext
@@ -53,14 +51,11 @@ class Delivery(NamedTuple):
 
 
 class CollectedStep(NamedTuple):
-    """A step as it was collected: when, what it computed, the tokens it kept, and how long its device had waited for it
-    since the step before (NaN where that is not measured).
-    """
+    """A step as it was collected: when, what it computed, and the tokens it kept."""
 
     at_s: float
     step: SubmittedStep
     kept: int
-    idle_s: float = math.nan
 
 
 class _Ticket(NamedTuple):
@@ -162,7 +157,6 @@ class RankEngine:
         self.deliveries: list[Delivery] = []
         self.steps: list[CollectedStep] = []
         self._busy_until_s = 0.0
-        self._last_end: torch.cuda.Event | None = None
         self._scheduler = Scheduler(self.scheduler_config)
         self._start = time.perf_counter()
         core = run_engine([self._scheduler], self._deployment.settings.async_scheduling)
@@ -226,7 +220,7 @@ class RankEngine:
         decode_ids: list[int] = []
         first: list[Track] = []
         first_ids: list[int] = []
-        wants_logprobs = False
+        logprobs: int | None = None
         if plan is not None:
             cp, place = self._rank.layout.cp, self._rank.comm.replica.place
             for request_id in plan.preempted:
@@ -242,9 +236,10 @@ class RankEngine:
                 max_context = max(max_context, *(c.start + c.rows for c in plan.prefill))
                 first_ids = [c.request_id for c in plan.prefill if c.is_last and self._owner(c.request_id) == place]
                 first = [self._tracks[i] for i in first_ids]
-            wants_logprobs = any(self._tracks[i].params.logprobs is not None for i in (*decode_ids, *first_ids))
+            asked = [self._tracks[i].params.logprobs for i in (*decode_ids, *first_ids)]
+            logprobs = max((number for number in asked if number is not None), default=None)
         self._builder.end_prompts(first)
-        outputs = self._launcher.launch(slots, prompts, max_context, wants_logprobs)
+        outputs = self._launcher.launch(slots, prompts, max_context, logprobs)
         self._tickets[number] = _Ticket(plan, outputs, decode_ids, first_ids, started)
         return number
 
@@ -284,17 +279,14 @@ class RankEngine:
         """Tokens of rows from `row` on, each with its log-probability and as many others as the request asks for."""
         number = self._tracks[request_id].params.logprobs
         listed = tokens.tolist()
-        if number is None or result.logprobs is None:
+        if number is None or result.taken is None or result.best is None or result.best_ids is None:
             return _Kept(listed, [])
-        logprobs = result.logprobs[row : row + len(listed)]
-        values, ids = (x.tolist() for x in logprobs.topk(number, -1))
-        return _Kept(
-            listed,
-            [
-                dict(zip(ids[i], values[i], strict=True)) | {token: float(logprobs[i, token])}
-                for i, token in enumerate(listed)
-            ],
+        rows = slice(row, row + len(listed))
+        taken, best, ids = (
+            x[rows].tolist() for x in (result.taken, result.best[:, :number], result.best_ids[:, :number])
         )
+        likely = [dict(zip(of_row, values, strict=True)) for of_row, values in zip(ids, best, strict=True)]
+        return _Kept(listed, [of_row | {t: value} for of_row, t, value in zip(likely, listed, taken, strict=True)])
 
     def _accepted(self, number: int, request_id: int, kept: _Kept, stopped: list[int]) -> _Kept:
         """What is kept up to the token that ends the request, if one does; nothing of a run preempted since."""
@@ -330,15 +322,11 @@ class RankEngine:
         """A step begins on the device when it was submitted, or when the one before it ended."""
         seconds = ended_s - max(ticket.started_s, self._busy_until_s)
         self._busy_until_s = ended_s
-        idle_s = math.nan
         if ticket.outputs.device_s is not None:
             seconds = ticket.outputs.device_s
-            if self._last_end is not None and ticket.outputs.begin is not None:
-                idle_s = self._last_end.elapsed_time(ticket.outputs.begin) / 1e3
-            self._last_end = ticket.outputs.end
         plan = ticket.plan
         decodes = len(plan.decode) if plan is not None else 0
         rows = sum(chunk.rows for chunk in plan.prefill) if plan is not None else 0
         context = int(plan.decode.contexts.sum()) if plan is not None and decodes else 0
         step = SubmittedStep(seconds, ended_s, decodes, decodes * self._rows, rows, context)
-        self.steps.append(CollectedStep(ended_s, step, kept, idle_s))
+        self.steps.append(CollectedStep(ended_s, step, kept))

@@ -17,8 +17,8 @@ from deepinfer.model.spec import LayerSpec
 
 
 class _Issue(NamedTuple):
-    """One operator of the unrolled graph: its code, its layer, how many like it came before outside layers, its stream,
-    the streams' last issues that it waits for, and whether an operator on another stream waits for it.
+    """One operator of the unrolled graph: its code, its layer, how many like it came before outside layers, the last
+    issues of other streams that it waits for, and whether an operator on another stream waits for it.
     """
 
     operator: Operator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -43,4 +43,3 @@ class KernelTable:
     pool_pairs: Kernel = elementwise.pool_pairs
     engram_gate: Kernel = elementwise.engram_gate
     sample: Kernel = sampling.sample
-    name: str = field(default="reference")

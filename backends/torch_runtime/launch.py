@@ -50,7 +50,7 @@ class RankGroup:
 
     Started alone, a group of one rank is a thread of this process (breakpoints work); a larger one spawns its ranks on
     this host, joined in a gloo world (`comm.Communicator` adds the groups of the device). Started under torchrun, this
-    process is one rank of the world that torchrun made, and every process makes the same calls.
+    process is the `rank` (else 0) of the world that torchrun made, and every process makes the same calls.
 
     A rank that raises or dies takes the others along within `timeout_s`; ranks end when the process that owns them
     does, however it ends. Raises UsageError for a malformed worker or size, RankError for a rank that did not start.
@@ -65,6 +65,7 @@ class RankGroup:
         if joined is not None and joined.world_size != world_size:
             raise UsageError(f"torchrun started {joined.world_size} ranks and the engine has {world_size}")
         self._timeout_s = timeout_s
+        self.rank = 0 if joined is None else joined.rank
         self._gathering = _join_torchrun_world() if joined is not None and world_size > 1 else None
         self._crew: _Crew
         if joined is None and world_size > 1:
@@ -73,10 +74,10 @@ class RankGroup:
             self._crew = _ThisRank(worker, payload, joined or RankContext(0, 1, 0, 0))
 
     def call(self, message: Any, on_progress: OnProgress | None = None) -> list[Any]:
-        """Send `message` to every rank and return their replies, by rank; under torchrun ranks but 0 get their own.
+        """Send `message` to every rank and return their replies, by rank, under torchrun on each of them.
 
-        `on_progress` sees what rank 0 reports meanwhile. Raises RankError when a rank raises, dies, or has before.
-        Whatever else leaves this call early, Ctrl-C for one, ends all ranks at once.
+        `on_progress` sees what ranks report meanwhile; under torchrun, what rank 0 does, there. Raises RankError when a
+        rank raises, dies, or has before. Whatever else leaves this call early, Ctrl-C for one, ends all ranks at once.
         """
         try:
             replies = self._crew.call(message, on_progress)
@@ -212,19 +213,19 @@ def _join_torchrun_world() -> _Gathering:
 
 @dataclass(frozen=True)
 class _Gathering:
-    """Brings the replies of torchrun's processes to rank 0; torchrun itself ends them all when one fails."""
+    """Brings the replies of torchrun's processes to all of them; torchrun itself ends them when one fails."""
 
     group: dist.ProcessGroup | None
     made_world: bool
 
     def gather(self, reply: Any) -> list[Any]:
         rank = dist.get_rank()
-        pickled: list[bytes] | None = [b""] * dist.get_world_size() if rank == 0 else None
+        pickled: list[bytes] = [b""] * dist.get_world_size()
         try:
-            dist.gather_object(dumps(reply), pickled, dst=0, group=self.group)
+            dist.all_gather_object(pickled, dumps(reply), group=self.group)
         except RuntimeError as error:
             raise RankError(f"rank {rank} lost the other ranks while it gathered replies", {rank: [reply]}) from error
-        return [reply] if pickled is None else [pickle.loads(data) for data in pickled]
+        return [pickle.loads(data) for data in pickled]
 
     def close(self) -> None:
         if self.made_world and dist.is_initialized():

@@ -17,8 +17,11 @@ from deepinfer.numeric import Ints
 class StepLauncher(Protocol):
     """Starts a step and returns at once, as far as the device allows."""
 
-    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
-        """Decode the requests in `slots`, and compute prompt rows. All ranks of a step group call it together."""
+    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:
+        """Decode the requests in `slots`, and compute prompt rows. All ranks of a step group call it together.
+
+        `logprobs`: how many log-probabilities of every row are wanted beside that of its token, if any.
+        """
         ...
 
 
@@ -28,7 +31,7 @@ class EagerLauncher:
     def __init__(self, rank: RankContext, executor: Executor, builder: StepBuilder) -> None:
         self._rank, self._executor, self._builder = rank, executor, builder
 
-    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, wants_logprobs: bool) -> Outputs:
+    def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:
         """See `StepLauncher`."""
         begin = _event_now(self._rank)
         on_device = self._builder.to_device(np.asarray(slots))
@@ -37,7 +40,7 @@ class EagerLauncher:
             if prompts is None
             else self._builder.mixed(on_device, prompts, max_context)
         )
-        step.wants_logprobs = wants_logprobs
+        step.logprobs = logprobs
         self._executor.run(step)
         return Outputs(step.outputs, begin)
 

@@ -23,11 +23,11 @@ from deepinfer.engine.runner import (
     Pacing,
     Progress,
 )
+from deepinfer.errors import EngineLostError
 from deepinfer.metrics.record import RunRecord, SubmittedStep
 from deepinfer.model.folder import eos_token_ids
 
 _WORKER = "backends.torch_runtime.serving:worker"
-_LISTED = 10
 
 
 class TorchRunner:
@@ -40,6 +40,11 @@ class TorchRunner:
         self._ranks = RankGroup(_WORKER, EnginePayload(deployment, source, device), deployment.layout.num_ranks)
 
     @property
+    def speaks(self) -> bool:
+        """Whether this process is the engine's own or, under torchrun, its rank 0."""
+        return self._ranks.rank == 0
+
+    @property
     def eos_token_ids(self) -> Collection[int]:
         """Tokens that end a sequence."""
         return self._eos
@@ -50,7 +55,7 @@ class TorchRunner:
         progress: Callable[[Progress], None] | None = None,
         pacing: Pacing = AT_ONCE,
     ) -> GenerationRun:
-        """Serve requests to their ends. Raises RankError, naming the unfinished requests, when a rank dies."""
+        """Serve requests to their ends. Raises EngineLostError, with what they had produced, when a rank dies."""
         follower = _Follower(len(requests), progress)
         try:
             replies = self._ranks.call(ServeMessage(tuple(requests), pacing), follower)
@@ -64,7 +69,7 @@ class TorchRunner:
 
 
 class _Follower:
-    """Follows the reports of rank 0's replica."""
+    """Follows the reports of all replicas."""
 
     def __init__(self, num_requests: int, progress: Callable[[Progress], None] | None) -> None:
         self._total, self._progress = num_requests, progress
@@ -83,28 +88,30 @@ class _Follower:
             self._progress(Progress(len(self._finished), self._total, count, time.perf_counter() - self._start_s))
 
 
-def lost(num_requests: int, error: RankError) -> RankError:
-    """The error with the requests that no replica reported finished, and what these had."""
+def lost(num_requests: int, error: RankError) -> EngineLostError:
+    """The error with what every request had produced, as far as the ranks had told."""
     finished: set[int] = set()
     tokens: dict[int, list[int]] = {}
     for report in chain.from_iterable(error.replies.values()):
         if isinstance(report, ReplicaResult):
-            finished.update(report.ends)
+            finished.update(i for i, end in report.ends.items() if end.reason != "aborted")
+            tokens.update({i: list(end.token_ids) for i, end in report.ends.items()})
         elif isinstance(report, ReplicaProgress):
             finished.update(report.finished)
             for request_id, new in report.tokens.items():
                 tokens.setdefault(request_id, []).extend(new)
-    unfinished = [i for i in range(num_requests) if i not in finished]
-    listed = ", ".join(map(str, unfinished[:_LISTED])) + (", ..." if len(unfinished) > _LISTED else "")
-    found = RankError(f"{error}; {len(unfinished)} of {num_requests} requests are unfinished: {listed}", error.replies)
-    found.partial = {i: tuple(tokens.get(i, ())) for i in unfinished}
-    return found
+    known = {i: tuple(tokens.get(i, ())) for i in range(num_requests)}
+    return EngineLostError(
+        str(error),
+        {i: found for i, found in known.items() if i in finished},
+        {i: found for i, found in known.items() if i not in finished},
+    )
 
 
 def merged(deployment: Deployment, num_requests: int, results: Sequence[ReplicaResult]) -> GenerationRun:
     """One run of what the replicas tell."""
     layout = deployment.layout
-    record = RunRecord(num_requests, float(layout.num_ranks), layout.num_ranks // layout.step_group)
+    record = RunRecord(num_requests, deployment.num_gpus, layout.num_ranks // layout.step_group)
     wall_s = record.window_end_s = max((result.wall_s for result in results), default=0.0)
     ends: dict[int, RequestEnd] = {}
     for result in results:

@@ -99,6 +99,7 @@ class _Rank:
         tables = numerics is not None and numerics.engram is not None
         self._comm = comm = Communicator(deployment.layout, context.rank, device, lockstep=tables)
         dtype = kind.dtype if source.dtype == "auto" else getattr(torch, source.dtype)
+        token_map = _token_map(deployment, source)  # says what is wrong with a tokenizer before weights are read
         weights = _weights(deployment, source, comm, dtype)
         rank = rank_context(
             deployment,
@@ -107,7 +108,7 @@ class _Rank:
             kind.kernels(dtype),
             dtype,
             source.max_model_len,
-            _token_map(deployment, source),
+            token_map,
         )
         builder = StepBuilder(rank)
         executor = Executor(rank, deployment.graph())
@@ -131,6 +132,8 @@ class _Rank:
         report = _Reporter(channel, tracks) if place == 0 else None
         self._comm.agree_max(0)  # start together
         deliveries, steps, scheduler = self._engine.serve(tracks, inbox, message.pacing.stop_s, report)
+        if report is not None:
+            report.flush()
         ends_s = [step.at_s for step in steps[-1:]] + [delivery.at_s for delivery in deliveries[-1:]]
         wall_s = max(ends_s, default=0.0)
         group = self._number // layout.step_group
@@ -173,6 +176,10 @@ class _Reporter:
         if now - self._last_s < _REPORT_EVERY_S:
             return
         self._last_s = now
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what has not been sent."""
         tokens = {i: self._tracks[i].generated[self._sent.get(i, 0) :] for i in sorted(self._changed)}
         for i, new in tokens.items():
             self._sent[i] = self._sent.get(i, 0) + len(new)

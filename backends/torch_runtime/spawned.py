@@ -95,7 +95,7 @@ class SpawnedRanks:
                     raise self._failed(report, sent, starting=kind == "ready")
                 if report.kind == kind:
                     results[rank] = report.value
-                elif rank == 0 and on_progress is not None:
+                elif on_progress is not None:
                     on_progress(report.value)
                 if kind == "reply":
                     sent[rank].append(report.value)

@@ -15,7 +15,8 @@ from deepinfer.model.spec import CompressedAttention, LayerSpec, ModelSpec
 LOOK_BACK = 3
 """Tokens before the newest that n-grams look back to, at most."""
 
-_STORAGES: dict[str, KVStorage] = {"fp4": "fp4", "mxfp8": "mxfp8", "bf16": "bf16", "fp32": "fp32"}
+_STORAGES: dict[str, KVStorage] = {"fp4": "fp4", "mxfp8": "mxfp8", "bf16": "bf16"}
+"""KV formats of models that the runtime stores as they say; FP32 is for tests."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,6 @@ class EngineState:
         """The slot of padding rows."""
         return self.shape.num_slots
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all caches."""
-        groups = (self.rings, self.main, self.keys, self.tails)
-        return sum(t.numel() * t.element_size() for group in groups for t in group.values())
-
     def _allocate(self, layer: LayerSpec, slots: int) -> None:
         attention, shape = compressed(layer), self.shape
 
@@ -126,6 +121,6 @@ def kv_storage(model: ModelSpec) -> KVStorage:
     """How the runtime stores a model's KV. Raises UsageError for a format that only other engines' kernels read."""
     if model.kv.name not in _STORAGES:
         raise UsageError(
-            f"KV format {model.kv.name!r} can be planned; deepinfer's own kernels keep fp4, mxfp8 or bf16: set kv_format"
+            f"KV format {model.kv.name!r} can be planned; deepinfer itself keeps fp4, mxfp8 or bf16: set kv_format"
         )
     return _STORAGES[model.kv.name]

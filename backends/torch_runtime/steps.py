@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -155,21 +155,24 @@ class StepBuilder:
 
 class HostResult(NamedTuple):
     """What a step of this rank produced, on the host: tokens [n, 1 + nextn] and kept counts of decoding requests, the
-    first tokens of requests whose prompt ended, and log-probabilities of all their rows, if wanted.
+    first tokens of requests whose prompt ended; if wanted, log-probabilities of the tokens of all their rows [m], and
+    the best ones [m, n] with their token ids.
     """
 
     tokens: npt.NDArray[np.int32]
     kept: npt.NDArray[np.int32]
     first: npt.NDArray[np.int32]
-    logprobs: Tensor | None
+    taken: npt.NDArray[np.float32] | None
+    best: npt.NDArray[np.float32] | None
+    best_ids: npt.NDArray[np.int64] | None
 
 
 class Outputs:
     """The outputs of a step on their way to the host. `begin` was recorded on the device before the step."""
 
     def __init__(self, outputs: Mapping[str, Tensor], begin: torch.cuda.Event | None = None) -> None:
-        self._host = {name: _on_its_way(outputs[name]) for name in ("tokens", "kept", "first")}
-        self._logprobs = outputs.get("logprobs")
+        names = [name for name in HostResult._fields if name in outputs]
+        self._host = {name: _on_its_way(outputs[name]) for name in names}
         self.begin, self.end = begin, None
         if outputs["tokens"].is_cuda:
             self.end = torch.cuda.Event(enable_timing=True)
@@ -179,8 +182,9 @@ class Outputs:
         """Wait for the step to end."""
         if self.end is not None:
             self.end.synchronize()
-        tokens, kept, first = (self._host[name].numpy() for name in ("tokens", "kept", "first"))
-        return HostResult(tokens, kept, first, self._logprobs)
+        found: dict[str, Any] = dict.fromkeys(HostResult._fields)
+        found.update((name, tensor.numpy()) for name, tensor in self._host.items())
+        return HostResult(**found)
 
     @property
     def device_s(self) -> float | None:

@@ -22,14 +22,12 @@ OnProgress = Callable[[Any], None]
 class RankError(DeepinferError):
     """A rank raised or died; the sentence names it and its error or signal, a note has its traceback.
 
-    `replies[rank]` is what that rank had sent for this call when it ended: progress values, then its reply. `partial`
-    are the tokens of requests that were not reported finished.
+    `replies[rank]` is what that rank had sent for this call when it ended: progress values, then its reply.
     """
 
     def __init__(self, sentence: str, replies: Mapping[int, list[Any]] | None = None) -> None:
         super().__init__(sentence)
         self.replies: dict[int, list[Any]] = dict(replies or {})
-        self.partial: dict[int, tuple[int, ...]] = {}
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Channel:
         self._wire.send(Report("reply", result))
 
     def progress(self, value: Any) -> None:
-        """Report something before the reply: rank 0's goes to the caller's `on_progress`, all are kept for errors."""
+        """Report something before the reply: it goes to the caller's `on_progress` and is kept for errors."""
         self._wire.send(Report("progress", value))
 
 

@@ -117,6 +117,11 @@ class Runner(Protocol):
     """A loaded engine. One call at a time."""
 
     @property
+    def speaks(self) -> bool:
+        """Whether this process should print and write: of several that serve together (torchrun), one does."""
+        ...
+
+    @property
     def eos_token_ids(self) -> Collection[int]:
         """Tokens that end a sequence."""
         ...
@@ -127,7 +132,10 @@ class Runner(Protocol):
         progress: Callable[[Progress], None] | None = None,
         pacing: Pacing = AT_ONCE,
     ) -> GenerationRun:
-        """Serve requests to their ends. `progress` is called from this thread, at the runner's own pace."""
+        """Serve requests to their ends. `progress` is called from this thread, at the runner's own pace.
+
+        Raises EngineLostError, with what requests had produced, when the engine ends before they do.
+        """
         ...
 
     def close(self) -> None:

@@ -33,12 +33,13 @@ WARM_UP = 0.2
 
 @dataclass(frozen=True)
 class ServedPlan:
-    """A plan as one of its engines ran it on the machine at hand, and what was measured."""
+    """A plan as one of its engines ran it on the machine at hand, what was measured, and whether to print it here."""
 
     plan: Plan
     deployment: Deployment
     run: GenerationRun
     measured: Summary
+    speaks: bool
 
 
 def serve_plan(
@@ -76,7 +77,8 @@ def serve_plan(
         runner.close()
     if num_requests is None:
         run.record.window_start_s, run.record.window_end_s = measurement_window(arrivals, run.record)
-    return ServedPlan(single, deployment, run, summarize(run.record, plan.slo.ttft_s, plan.slo.tpot_s))
+    measured = summarize(run.record, plan.slo.ttft_s, plan.slo.tpot_s)
+    return ServedPlan(single, deployment, run, measured, runner.speaks)
 
 
 def one_engine(plan: Plan, model: str | None = None) -> Plan:
@@ -97,8 +99,7 @@ def one_engine(plan: Plan, model: str | None = None) -> Plan:
         case trace_times:
             if engines > 1:
                 raise UsageError(
-                    f"the plan's {engines} engines share a trace's arrivals; run serves one engine: "
-                    "make a plan for one, or give the trace a rate of arrivals"
+                    f"the plan's {engines} engines share a trace's arrivals; run serves one engine: make a plan for one"
                 )
             arrivals = trace_times
     count = workload.num_requests and max(workload.num_requests // engines, 1)

@@ -21,7 +21,7 @@ class Latent(NamedTuple):
 
 
 class GlobalRecords(NamedTuple):
-    """Cache records of entries and of their index keys, one of each per row, and the rows."""
+    """Cache records of entries and of their index keys, one of each per row."""
 
     main: Tensor
     keys: Tensor

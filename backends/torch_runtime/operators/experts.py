@@ -44,7 +44,11 @@ def router(call: Call, ffn_in: Tensor) -> Routing:
     """Choices and weights of every row."""
     gate, bias = call.weights["ffn.gate"], call.weights["ffn.gate.bias"]
     logits = call.kernels.linear_fp32(ffn_in, gate)
-    return Routing(*call.kernels.route(logits, bias.data, call.moe.topk, call.rank.numerics.route_scale))
+    ids, weights = call.kernels.route(logits, bias.data, call.moe.topk, call.rank.numerics.route_scale)
+    if call.step.equal_exchange:
+        # Rows that only fill a captured graph have no experts.
+        ids = ids.masked_fill_((call.view.local.slot == call.rank.state.nobody)[:, None], -1)
+    return Routing(ids, weights)
 
 
 def dispatch(call: Call, ffn_in: Tensor, routing: Routing) -> Dispatched:
@@ -110,7 +114,7 @@ def _exchange(call: Call, owner: Tensor) -> Exchange:
     by_rank = wanted.T.flatten()
     source = by_rank.nonzero()[:, 0] % max(m, 1)
     order = (by_rank.cumsum(0) - 1).view(comm.expert.size, m).T
-    slot = torch.where(wanted, order, -1)
+    slot = torch.where(wanted, order, -1).contiguous()
     return Exchange(source, slot.int(), sent.tolist(), received.tolist(), False)
 
 

@@ -58,8 +58,10 @@ def sample(call: Call, logits: Tensor) -> Tensor:
     step.outputs["tokens"] = tokens = sampled[:num_decode].view(-1, rows)
     step.outputs["first"] = first = sampled[num_decode:]
     step.outputs["kept"] = kept = _verified(state.tokens[decoding.long()], tokens)
-    if step.wants_logprobs:
-        step.outputs["logprobs"] = logits.log_softmax(-1)
+    if step.logprobs is not None:
+        logprobs = logits.log_softmax(-1)
+        step.outputs["taken"] = logprobs.gather(1, sampled.long()[:, None])[:, 0]
+        step.outputs["best"], step.outputs["best_ids"] = logprobs.topk(min(step.logprobs, logprobs.shape[1]), -1)
     _advance(call, tokens, kept)
     _begin(call, first)
     return sampled
