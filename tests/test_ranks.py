@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from backends.torch_runtime.comm import FAMILIES, Communicator, peer_ranks, split_rows
-from backends.torch_runtime.launch import Channel, RankContext, RankError, RankGroup, joined_context
+from backends.torch_runtime.launch import Channel, RankError, RankGroup, RankPlace, joined_place
 from deepinfer.errors import UsageError
 from deepinfer.layout.parallel import ParallelLayout
 
@@ -144,7 +144,7 @@ class Case:
         ]
 
 
-def collectives_worker(context: RankContext, device_type: str, channel: Channel) -> None:
+def collectives_worker(context: RankPlace, device_type: str, channel: Channel) -> None:
     device = torch.device(device_type, context.device_index)
     if device_type == "cuda":
         torch.cuda.set_device(device)
@@ -183,7 +183,7 @@ def test_collectives_compute_what_one_process_does(device: str, ranks: int) -> N
     assert not dist.is_initialized()
 
 
-def graph_worker(context: RankContext, payload: Any, channel: Channel) -> None:
+def graph_worker(context: RankPlace, payload: Any, channel: Channel) -> None:
     """Replay a CUDA graph of the collectives of static shape with the numbers of each message."""
     n, device = context.world_size, torch.device("cuda", context.device_index)
     torch.cuda.set_device(device)
@@ -214,7 +214,7 @@ def test_a_cuda_graph_holds_the_static_collectives() -> None:
 # --- ranks that answer, fail and end --------------------------------------------------------------------------------
 
 
-def acting_worker(context: RankContext, payload: Any, channel: Channel) -> None:
+def acting_worker(context: RankPlace, payload: Any, channel: Channel) -> None:
     """Carry out messages of the form (action, argument)."""
     actions: dict[str, Callable[[], None]] = {
         "raise": raise_two_lines,
@@ -238,7 +238,7 @@ def raise_two_lines() -> None:
     raise ValueError("row 3 is wrong\nand more on another line")
 
 
-def fail_on(context: RankContext, rank: int, channel: Channel, how: Callable[[], None]) -> None:
+def fail_on(context: RankPlace, rank: int, channel: Channel, how: Callable[[], None]) -> None:
     """Let one rank fail while the others wait for it in a collective, the last one deaf to SIGTERM."""
     channel.progress(f"partial {os.getpid()}")
     if context.rank == rank:
@@ -311,7 +311,7 @@ def test_a_failure_of_the_only_rank_keeps_its_cause() -> None:
         assert isinstance(caught.value.__cause__, ValueError)
 
 
-def rude_worker(context: RankContext, replies: int | None, channel: Channel) -> None:
+def rude_worker(context: RankPlace, replies: int | None, channel: Channel) -> None:
     """Reply so many times to each message; None leaves without reading any."""
     for message in channel if replies is not None else ():
         for _ in range(replies or 0):
@@ -397,10 +397,10 @@ def test_processes_of_torchrun_join(tmp_path: Path) -> None:
 
 def test_what_torchrun_says_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
-    assert joined_context(told) == RankContext(3, 8, 1, 1)
-    assert joined_context({"RANK": "3"}) is None
+    assert joined_place(told) == RankPlace(3, 8, 1, 1)
+    assert joined_place({"RANK": "3"}) is None
     with pytest.raises(UsageError, match="RANK=x"):
-        joined_context({**told, "RANK": "x"})
+        joined_place({**told, "RANK": "x"})
     with pytest.raises(UsageError, match="module:callable"):
         RankGroup("worker", None, 1)
     with pytest.raises(UsageError, match="at least 1 rank"):

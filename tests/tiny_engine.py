@@ -26,7 +26,7 @@ from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.tiny import tiny_config
 from backends.torch_runtime.weights.dummy import dummy_weights
 from backends.torch_runtime.weights.rank import ModelWeights
-from backends.torch_runtime.worker import Channel, RankContext
+from backends.torch_runtime.worker import Channel, RankPlace
 from deepinfer.engine.deployment import Deployment
 from deepinfer.hardware.host import load_host
 from deepinfer.hardware.local import host_memory
@@ -190,7 +190,7 @@ class TinyEngine:
         )
 
 
-def exact_worker(context: RankContext, payload: EnginePayload, channel: Channel) -> None:
+def exact_worker(context: RankPlace, payload: EnginePayload, channel: Channel) -> None:
     """The worker of engines of several ranks, with KV kept in FP32: no last bit of a sum tips a rounding of it."""
     with patch("backends.torch_runtime.state.kv_storage", lambda _: "fp32"):
         worker(context, payload, channel)

@@ -2,7 +2,7 @@
 
 A worker is a callable that every rank runs, `worker(context, payload, channel)`:
 
-    def worker(context: RankContext, payload: Settings, channel: Channel) -> None:
+    def worker(context: RankPlace, payload: Settings, channel: Channel) -> None:
         model = load(payload, context)
         for message in channel:
             channel.reply(model.step(message))
@@ -31,8 +31,8 @@ from backends.torch_runtime.worker import (
     Channel,
     Failure,
     OnProgress,
-    RankContext,
     RankError,
+    RankPlace,
     Report,
     dumps,
     failure_of,
@@ -40,7 +40,7 @@ from backends.torch_runtime.worker import (
 )
 from deepinfer.errors import UsageError
 
-__all__ = ["Channel", "RankContext", "RankError", "RankGroup", "joined_context"]
+__all__ = ["Channel", "RankError", "RankGroup", "RankPlace", "joined_place"]
 
 
 class RankGroup:
@@ -61,7 +61,7 @@ class RankGroup:
             raise UsageError(f"an engine has at least 1 rank, got {world_size}")
         if not all(worker.partition(":")):
             raise UsageError(f"a worker is named module:callable, got {worker!r}")
-        joined = joined_context(os.environ)
+        joined = joined_place(os.environ)
         if joined is not None and joined.world_size != world_size:
             raise UsageError(f"torchrun started {joined.world_size} ranks and the engine has {world_size}")
         self._timeout_s = timeout_s
@@ -71,7 +71,7 @@ class RankGroup:
         if joined is None and world_size > 1:
             self._crew = SpawnedRanks(worker, payload, world_size, timeout_s)
         else:
-            self._crew = _ThisRank(worker, payload, joined or RankContext(0, 1, 0, 0))
+            self._crew = _ThisRank(worker, payload, joined or RankPlace(0, 1, 0, 0))
 
     def call(self, message: Any, on_progress: OnProgress | None = None) -> list[Any]:
         """Send `message` to every rank and return their replies, by rank, under torchrun on each of them.
@@ -116,7 +116,7 @@ class _Crew(Protocol):
 class _ThisRank:
     """One rank, run by a thread of this process; messages and replies pass by reference."""
 
-    def __init__(self, worker: str, payload: Any, context: RankContext) -> None:
+    def __init__(self, worker: str, payload: Any, context: RankPlace) -> None:
         self._context = context
         self._wire = _QueueWire()
         self._error: BaseException | None = None
@@ -190,7 +190,7 @@ class _QueueWire:
         self.messages.put(self._CLOSED)
 
 
-def joined_context(environment: Mapping[str, str]) -> RankContext | None:
+def joined_place(environment: Mapping[str, str]) -> RankPlace | None:
     """The rank that torchrun's variables make of this process; None when they are not all there."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not all(name in environment for name in names):
@@ -200,7 +200,7 @@ def joined_context(environment: Mapping[str, str]) -> RankContext | None:
     except ValueError:
         given = ", ".join(f"{name}={environment[name]}" for name in names)
         raise UsageError(f"torchrun's variables are whole numbers, got {given}") from None
-    return RankContext(rank, world_size, local_rank, local_rank)
+    return RankPlace(rank, world_size, local_rank, local_rank)
 
 
 def _join_torchrun_world() -> _Gathering:

@@ -21,7 +21,7 @@ from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.weights.dummy import dummy_weights
 from backends.torch_runtime.weights.load import load_weights
 from backends.torch_runtime.weights.rank import ModelWeights, RankPart
-from backends.torch_runtime.worker import Channel, RankContext
+from backends.torch_runtime.worker import Channel, RankPlace
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.runner import EngineSource, FinishReason, GenerationRequest, Pacing, stop_checkers
 from deepinfer.errors import UsageError
@@ -82,7 +82,7 @@ class ReplicaResult:
     num_prompt_tokens: int = 0
 
 
-def worker(context: RankContext, payload: EnginePayload, channel: Channel) -> None:
+def worker(context: RankPlace, payload: EnginePayload, channel: Channel) -> None:
     """Load this rank's part of the engine, then serve message after message."""
     rank = _Rank(context, payload)
     for message in channel:
@@ -90,7 +90,7 @@ def worker(context: RankContext, payload: EnginePayload, channel: Channel) -> No
 
 
 class _Rank:
-    def __init__(self, context: RankContext, payload: EnginePayload) -> None:
+    def __init__(self, context: RankPlace, payload: EnginePayload) -> None:
         deployment, source = payload.deployment, payload.source
         self._deployment, self._source, self._number = deployment, source, context.rank
         kind = device_kind(payload.device)

@@ -23,8 +23,8 @@ from backends.torch_runtime.worker import (
     Channel,
     Failure,
     OnProgress,
-    RankContext,
     RankError,
+    RankPlace,
     Report,
     dumps,
     failure_of,
@@ -56,7 +56,7 @@ class SpawnedRanks:
         try:
             with _interrupts_held():
                 for rank in range(world_size):
-                    self._start(RankContext(rank, world_size, rank, rank))
+                    self._start(RankPlace(rank, world_size, rank, rank))
             self._living = set(range(world_size))
             self._send((worker, payload))
             self._collect("ready")
@@ -64,7 +64,7 @@ class SpawnedRanks:
             self.kill()
             raise
 
-    def _start(self, context: RankContext) -> None:
+    def _start(self, context: RankPlace) -> None:
         spawn = multiprocessing.get_context("spawn")
         ours, theirs = spawn.Pipe()
         arguments = (context, self._store.port, theirs)
@@ -213,7 +213,7 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _rank_main(context: RankContext, port: int, pipe: mp_connection.Connection) -> None:
+def _rank_main(context: RankPlace, port: int, pipe: mp_connection.Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, daemon=True).start()

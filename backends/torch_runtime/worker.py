@@ -31,7 +31,7 @@ class RankError(DeepinferError):
 
 
 @dataclass(frozen=True)
-class RankContext:
+class RankPlace:
     """Which rank a worker is. `device_index` is the accelerator of its host that it should take."""
 
     rank: int
@@ -102,9 +102,9 @@ def failure_of(rank: int, error: BaseException) -> Failure:
     return Failure(f"rank {rank} failed: {named}", "".join(traceback.format_exception(error)))
 
 
-def find_worker(worker: str) -> Callable[[RankContext, Any, Channel], None]:
+def find_worker(worker: str) -> Callable[[RankPlace, Any, Channel], None]:
     module, _, name = worker.partition(":")
-    return cast("Callable[[RankContext, Any, Channel], None]", getattr(importlib.import_module(module), name))
+    return cast("Callable[[RankPlace, Any, Channel], None]", getattr(importlib.import_module(module), name))
 
 
 def dumps(value: Any) -> bytes:
