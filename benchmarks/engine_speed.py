@@ -2,7 +2,7 @@
 
     python benchmarks/engine_speed.py --layers 14 --requests 1,8,64,256 [--nextn 3] [--ep 2 --dp 2]
 
-Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, a step's time on the device
+Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, a step's device time
 (from the event before it to the one behind), and what the cost model predicts for the step. Layers hold all experts
 (7.2 GB each at ep 1), so that few fit.
 """
