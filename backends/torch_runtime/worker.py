@@ -51,6 +51,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Report:
+    """What a rank tells its group: that it is ready, how far it is, its answer, or its failure."""
+
     kind: Literal["ready", "progress", "reply", "failed"]
     value: Any = None
     at_s: float = field(default_factory=time.monotonic)  # one clock for all processes of a host
@@ -103,6 +105,7 @@ def failure_of(rank: int, error: BaseException) -> Failure:
 
 
 def find_worker(worker: str) -> Callable[[RankPlace, Any, Channel], None]:
+    """The callable that "module:callable" names."""
     module, _, name = worker.partition(":")
     return cast("Callable[[RankPlace, Any, Channel], None]", getattr(importlib.import_module(module), name))
 
