@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from deepinfer.engine.runner import (
     load_tokenizer,
     runner_backend,
 )
-from deepinfer.errors import EngineLostError, UsageError
+from deepinfer.errors import EngineLostError, UsageError, unknown_name
 from deepinfer.model.folder import tokenizer_file
 from deepinfer.model.hf import load_model
 from deepinfer.sampling.params import SamplingParams, derived_seed
@@ -94,6 +94,9 @@ class LLM:
 
     def __init__(self, model: str | Path, *, backend: str = "auto", **engine: Any) -> None:
         self._runner: Runner | None = None
+        known = {field.name for field in fields(EngineArguments)} - {"model"}
+        for name in engine.keys() - known:
+            raise unknown_name("argument of LLM", name, known)
         arguments = EngineArguments(str(model), **engine)
         self._spec = load_model(arguments.model)
         source = arguments.source(self._spec)

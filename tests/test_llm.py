@@ -365,6 +365,7 @@ def test_host_memory_is_shared_and_has_no_rates() -> None:
 BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"expert_parallel_size": 3, "data_parallel_size": 2}, "ep x etp = 3 does not divide the 2 ranks"),
     ({"expert_parallel_size": 0}, "expert_parallel_size must be a whole number of at least 1"),
+    ({"tensor_parallel_size": 2}, "unknown argument of LLM 'tensor_parallel_size': did you mean"),
     ({"context_parallel_size": 0}, "context_parallel_size must be a whole number of at least 1"),
     ({"data_parallel_size": -1}, "data_parallel_size must be a whole number of at least 0"),
     ({"max_model_len": 2**21}, "max_model_len 2097152 exceeds the 1048576"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from deepinfer.errors import UsageError
@@ -14,6 +14,7 @@ GREEDY_BELOW = 1e-5
 MAX_LOGPROBS = 1000
 """Most log-probabilities per token (DeepInfer 0.1.0, `top_logprobs`)."""
 _MAX_INT64 = 2**63 - 1
+_MAX_INT32 = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class SamplingParams:
         _check_real("top_p", self.top_p)
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p must lie above 0 and not above 1, got {self.top_p:g}")
-        _check_whole("top_k", self.top_k, -1)
+        _check_whole("top_k", self.top_k, -1, _MAX_INT32)
         _check_whole("max_tokens", self.max_tokens, 1)
         _check_whole("min_tokens", self.min_tokens, 0)
         if self.min_tokens > self.max_tokens:
@@ -95,6 +96,8 @@ def _check_whole(name: str, value: object, low: int, high: int | None = None) ->
 
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    if stop is not None and not isinstance(stop, Iterable):
+        raise UsageError(f"stop must be a string or a list of them, got {stop!r}")
     strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
     for string in strings:
         if not isinstance(string, str) or not string:
@@ -103,6 +106,8 @@ def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def _stop_ids(ids: Sequence[int] | None) -> tuple[int, ...]:
+    if ids is not None and not isinstance(ids, Iterable):
+        raise UsageError(f"stop_token_ids must be a list of token ids, got {ids!r}")
     listed = tuple(ids or ())
     for token in listed:
         _check_whole("stop_token_ids", token, 0)

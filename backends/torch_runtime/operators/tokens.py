@@ -144,15 +144,19 @@ def draft_lm_head(call: Call, carry: Streams, ffn_out: Tensor, shared_out: Tenso
     return logits
 
 
-def draft_markov_embedding(call: Call, drafted: Any) -> Tensor:
-    """Embeddings [n, rank] of the tokens before the position that is drafted."""
+def draft_markov_embedding(call: Call, drafted: Any) -> Tensor | None:
+    """Embeddings [n, rank] of the tokens before the position that is drafted; None for one that nobody verifies."""
     del drafted  # in the state: the newest token, then what was drafted so far
+    if call.position >= call.rank.nextn:
+        return None
     last = len(call.rank.draft.layers) - 1
     return call.rank.draft_weights(last)["markov_head.embed"].data[_before(call).long()]
 
 
-def draft_markov_bias(call: Call, markov: Tensor) -> Tensor:
+def draft_markov_bias(call: Call, markov: Tensor | None) -> Tensor | None:
     """What the token before says about the next one: FP32 [n, vocab]."""
+    if markov is None:
+        return None
     last = len(call.rank.draft.layers) - 1
     weights = call.rank.draft_weights(last)
     hidden = call.step.outputs["draft_hidden"][:, call.position]
@@ -163,14 +167,15 @@ def draft_markov_bias(call: Call, markov: Tensor) -> Tensor:
     return call.kernels.linear_fp32(markov, weights[_BIAS])
 
 
-def draft_markov_sample(call: Call, logits: Tensor, bias: Tensor) -> Tensor:
+def draft_markov_sample(call: Call, logits: Tensor, bias: Tensor | None) -> Tensor | None:
     """The likeliest token of this position: greedy drafts are verified without loss at any temperature."""
+    if bias is None:
+        return None
     drafted = (logits[:, call.position] + bias).argmax(-1).int()
     state, slots = call.rank.state, call.step.draft_slots
     assert slots is not None
     call.step.outputs["drafted"] = drafted
-    if call.position < call.rank.nextn:
-        state.tokens[slots.long(), call.position + 1] = drafted
+    state.tokens[slots.long(), call.position + 1] = drafted
     return drafted
 
 
