@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from deepinfer import LLM, RequestOutput, SamplingParams
+from deepinfer.engine.runner import runner_backend
 from deepinfer.errors import DeepinferError
 from deepinfer.metrics.summary import summarize
 from deepinfer.metrics.text import throughput_lines
@@ -86,6 +87,7 @@ def main() -> None:
         if args.model is not None:
             generate(args.model, args)
             return
+        runner_backend(args.backend)  # says what is missing before a checkpoint is made with it
         from backends.torch_runtime.tiny import write_tiny_checkpoint
 
         with tempfile.TemporaryDirectory() as folder:
