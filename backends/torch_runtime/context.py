@@ -74,8 +74,13 @@ class RankContext:
         """The LM head, which the draft module shares."""
         return Weight(self.weights.head)
 
+    @property
+    def draft_heads(self) -> Mapping[str, Weight]:
+        """Weights of the last draft layer, among which are the draft module's norm and heads."""
+        return self.draft_weights(len(self.draft.layers) - 1)
+
     def draft_weights(self, place: int) -> Mapping[str, Weight]:
-        """Weights of a draft layer; the first one's include what projects features, the last one's the heads."""
+        """Weights of a draft layer; the first one's include what projects features."""
         return self.weights.layers[len(self.model.layers) + place]
 
     @cached_property
@@ -109,7 +114,10 @@ class StepContext:
     `decode_slots` and `first_slots` are slots of this rank's decoding requests and of those whose prompt ends here,
     with their last row at `first_pos`; `logit_of_kept` are the rows that give tokens (None: all). `kept_of_every` are
     the rows of bounded layers (None: all). `run_first` is where each row's run of neighbours on this rank begins, if
-    that is not where its request's rows do. No row of the step is at `max_context` or behind it."""
+    that is not where its request's rows do. No row of the step is at `max_context` or behind it. With `equal_exchange`
+    all ranks of the expert group have as many rows, and nothing is asked of the host. `logprobs` is how many
+    log-probabilities of every row are wanted beside that of its token, if any.
+    """
 
     rank: RankContext
     token_ids: Tensor

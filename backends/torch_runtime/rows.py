@@ -6,7 +6,7 @@ step depends on nothing the host knows but the slots that take part in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -70,9 +70,17 @@ class RowView:
     buf_hi: Tensor
     ring_place: Tensor
     rotary: dict[bool, tuple[Tensor, Tensor]]
+    _visible: dict[int, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.local)
+
+    def visible(self, state: EngineState, ratio: int) -> Tensor:
+        """Global entries that each row sees, int32 [m]: those whose last token is not behind it."""
+        if ratio not in self._visible:
+            rows = self.local
+            self._visible[ratio] = torch.where(rows.slot == state.nobody, 0, (rows.pos + 1) // ratio).int()
+        return self._visible[ratio]
 
     def window(self, ring: Tensor, records: Tensor, rows: slice) -> WindowView:
         """What a range of local rows sees of a ring and of this step's records."""
@@ -93,25 +101,35 @@ def row_view(
     buffer: RowArrays,
     num_decode: int,
     window: int,
-    bounded: bool,
     rotary: dict[bool, tuple[Tensor, Tensor]],
 ) -> RowView:
-    """Ranges of keys as positions say: the window before each row, as far as its layers have computed it."""
-    valid = (state.valid_bounded if bounded else state.valid)[local.slot.long()]
-    low = torch.maximum(valid, local.pos - (window - 1))
+    """Ranges of keys as positions say: the window before each row, as far as layers that see every row have it."""
     buf_hi = local.base + (local.pos - local.first) + 1
-    buf_lo = torch.minimum(local.base + (low - local.first).clamp_min(0), buf_hi)
+    ring_lo, buf_lo = _lowest_keys(local, buf_hi, state.valid, window)
     return RowView(
         local=local,
         buffer=buffer,
         num_decode=num_decode,
-        ring_lo=torch.minimum(low, local.first),
+        ring_lo=ring_lo,
         ring_hi=local.first,
         buf_lo=buf_lo,
         buf_hi=buf_hi,
         ring_place=ring_places(state, buffer),
         rotary={kind: (cos[local.pos.long()], sin[local.pos.long()]) for kind, (cos, sin) in rotary.items()},
     )
+
+
+def bounded_view(state: EngineState, view: RowView, window: int) -> RowView:
+    """The same rows in bounded layers, which may have computed window keys from a later position on."""
+    ring_lo, buf_lo = _lowest_keys(view.local, view.buf_hi, state.valid_bounded, window)
+    return replace(view, ring_lo=ring_lo, buf_lo=buf_lo)
+
+
+def _lowest_keys(rows: RowArrays, buf_hi: Tensor, valid: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Where each row's keys begin in the ring and in the buffer, for windows that exist from `valid` [slots] on."""
+    low = torch.maximum(valid[rows.slot.long()], rows.pos - (window - 1))
+    buf_lo = torch.minimum(rows.base + (low - rows.first).clamp_min(0), buf_hi)
+    return torch.minimum(low, rows.first), buf_lo
 
 
 def ring_places(state: EngineState, rows: RowArrays) -> Tensor:
@@ -128,8 +146,3 @@ def entry_places(state: EngineState, rows: RowArrays, ratio: int) -> Tensor:
     writes = ((rows.pos + 1) % ratio == 0) & (rows.slot != state.nobody) & (rows.pos >= state.floor[rows.slot.long()])
     blocks = state.block_table[rows.slot.long(), (entry // per_block).clamp_max(state.shape.max_blocks - 1).long()]
     return torch.where(writes, blocks.long() * per_block + entry % per_block, -1)
-
-
-def visible_entries(state: EngineState, rows: RowArrays, ratio: int) -> Tensor:
-    """Global entries that each row sees, int32: those whose last token is not behind it."""
-    return torch.where(rows.slot == state.nobody, 0, (rows.pos + 1) // ratio).int()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backends.torch_runtime.context import Gathering, RankContext, StepContext
 from backends.torch_runtime.inputs import PromptRows, SlotStart, Track
-from backends.torch_runtime.rows import RowArrays, concatenated, decode_rows, row_view
+from backends.torch_runtime.rows import RowArrays, bounded_view, concatenated, decode_rows, row_view
 from backends.torch_runtime.state import LOOK_BACK
 
 
@@ -73,17 +73,16 @@ class StepBuilder:
 
     def _step(self, slots: Tensor, decoding: RowArrays, prompts: PromptRows | None, max_context: int) -> StepContext:
         rank, state = self._rank, self._state
-        own = len(decoding)
-        every, every_buffer, part = decoding, decoding, None
+        local, buffer, part = decoding, decoding, None
         if prompts is not None:
-            every, every_buffer, part = self._rows(decoding, prompts.columns, own, prompts.parts)
-        every_view = row_view(state, every, every_buffer, own, self._window, False, rank.rotary)
+            local, buffer, part = self._rows(decoding, prompts.columns, prompts.parts)
+        every = row_view(state, local, buffer, len(decoding), self._window, rank.rotary)
         step = StepContext(
             rank=rank,
             token_ids=self._tokens(slots, prompts, part),
             ngrams=self._ngrams(slots, prompts, part),
-            every=every_view,
-            kept=row_view(state, every, every_buffer, own, self._window, True, rank.rotary),
+            every=every,
+            kept=every,
             kept_of_every=None,
             logit_of_kept=None,
             decode_slots=slots,
@@ -92,19 +91,20 @@ class StepBuilder:
             max_context=max_context,
         )
         if prompts is not None and part is not None:
-            self._add_prompts(step, decoding, prompts, part)
+            self._add_prompts(step, decoding, prompts)
+        step.kept = bounded_view(state, step.kept, self._window)
         return step
 
     def _rows(
-        self, decoding: RowArrays, columns: npt.NDArray[np.generic], own: int, parts: Sequence[npt.NDArray[np.generic]]
+        self, decoding: RowArrays, columns: npt.NDArray[np.generic], parts: Sequence[npt.NDArray[np.generic]]
     ) -> tuple[RowArrays, RowArrays, Tensor]:
         """This rank's rows, the rows whose records it gets, and which of the prompt rows are its own."""
         slot, pos, first, last, base = self.to_device(columns).unbind(0)
-        prompts = RowArrays(slot, pos, first, last, base + own)
+        prompts = RowArrays(slot, pos, first, last, base + len(decoding))
         part = self.to_device(parts[self._rank.comm.replica.place], torch.int64)
         return concatenated([decoding, prompts.select(part)]), concatenated([decoding, prompts]), part
 
-    def _add_prompts(self, step: StepContext, decoding: RowArrays, prompts: PromptRows, part: Tensor) -> None:
+    def _add_prompts(self, step: StepContext, decoding: RowArrays, prompts: PromptRows) -> None:
         rank, place, own = self._rank, self._rank.comm.replica.place, len(decoding)
         mine = prompts.parts[place]
         step.gather_every = self._gathering(prompts.parts)
@@ -115,8 +115,8 @@ class StepBuilder:
             numbers = np.full(len(prompts.tokens), -1)
             numbers[prompts.kept] = np.arange(len(prompts.kept))
             kept_parts = [numbers[p][numbers[p] >= 0] for p in prompts.parts]
-            kept, buffer, _ = self._rows(decoding, prompts.kept_columns, own, kept_parts)
-            step.kept = row_view(self._state, kept, buffer, own, self._window, True, rank.rotary)
+            kept, buffer, _ = self._rows(decoding, prompts.kept_columns, kept_parts)
+            step.kept = row_view(self._state, kept, buffer, own, self._window, rank.rotary)
             step.gather_kept = self._gathering(kept_parts)
             is_kept = numbers[mine] >= 0
             kept_mine = mine[is_kept]

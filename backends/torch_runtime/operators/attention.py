@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.context import Call
-from backends.torch_runtime.rows import RowArrays, visible_entries
+from backends.torch_runtime.rows import RowArrays
 from backends.torch_runtime.views import EntryView
 
 
@@ -158,7 +158,7 @@ def index_score(call: Call, q: Tensor, weights: Tensor, global_kv: Any) -> Tenso
         state.keys[a.kv_owner],
         state.block_table,
         view.local.slot,
-        visible_entries(state, view.local, a.ratio),
+        view.visible(state, a.ratio),
         max(call.step.max_context // a.ratio, 1),
         candidates,
         call.rank.numerics.candidate_block,
@@ -169,7 +169,7 @@ def topk(call: Call, scores: Tensor) -> Tensor:
     """Entries int32 [m, topk] that each row attends to; the candidate layer also chooses its blocks."""
     a, numerics, step, k = call.attention, call.rank.numerics, call.step, call.kernels
     assert a.topk is not None
-    visible = visible_entries(call.rank.state, call.view.local, a.ratio)
+    visible = call.view.visible(call.rank.state, a.ratio)
     candidates = step.selected.get("candidates") if a.index_limit is not None else None
     if call.spec.index == numerics.candidate_layer:
         blocks = min(numerics.candidate_blocks, -(-scores.shape[1] // numerics.candidate_block))

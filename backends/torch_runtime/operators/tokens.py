@@ -136,8 +136,8 @@ def _draft_rows(call: Call) -> None:
 
 def draft_lm_head(call: Call, carry: Streams, ffn_out: Tensor, shared_out: Tensor) -> Tensor:
     """FP32 logits [n, block, vocab] of the draft rows, before what the token before each says."""
-    rank, last = call.rank, len(call.rank.draft.layers) - 1
-    norm = rank.draft_weights(last)["norm"].data
+    rank = call.rank
+    norm = rank.draft_heads["norm"].data
     hidden, normed = call.kernels.hc_leave(carry, ffn_out, shared_out, norm, rank.numerics.rms_norm_eps)
     call.step.outputs["draft_hidden"] = hidden.unflatten(0, (-1, rank.draft.block_size))
     logits: Tensor = call.kernels.linear_fp32(normed, rank.head).unflatten(0, (-1, rank.draft.block_size))
@@ -149,16 +149,14 @@ def draft_markov_embedding(call: Call, drafted: Any) -> Tensor | None:
     del drafted  # in the state: the newest token, then what was drafted so far
     if call.position >= call.rank.nextn:
         return None
-    last = len(call.rank.draft.layers) - 1
-    return call.rank.draft_weights(last)["markov_head.embed"].data[_before(call).long()]
+    return call.rank.draft_heads["markov_head.embed"].data[_before(call).long()]
 
 
 def draft_markov_bias(call: Call, markov: Tensor | None) -> Tensor | None:
     """What the token before says about the next one: FP32 [n, vocab]."""
     if markov is None:
         return None
-    last = len(call.rank.draft.layers) - 1
-    weights = call.rank.draft_weights(last)
+    weights = call.rank.draft_heads
     hidden = call.step.outputs["draft_hidden"][:, call.position]
     both = torch.cat((wide(hidden), wide(markov).to(wide(hidden).dtype)), 1)
     # How likely the token of this position survives verification (uncalibrated, DSpark 1.2).
