@@ -23,10 +23,7 @@ from deepinfer.metrics.record import PoolRecord, RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import ClosedLoop, Workload
-
-WARM_UP = 0.2
-"""Share of the time from an open loop's first arrival to its last that passes before measurement starts."""
+from deepinfer.workload.spec import ClosedLoop, Workload, open_loop_window
 
 
 class SimBackend:
@@ -105,10 +102,8 @@ class _Run:
         else:
             self.env.process(self._open_loop(requests))
             self.env.run()
-            # Leave out the filling and the emptying of the system.
             first_s, last_s = requests[0].arrival_s, requests[-1].arrival_s
-            record.window_start_s = first_s + WARM_UP * (last_s - first_s)
-            record.window_end_s = last_s if last_s > first_s else self.env.now
+            record.window_start_s, record.window_end_s = open_loop_window(first_s, last_s, self.env.now)
         for group in self.groups:
             group.settle()
         for scheduler in (s for group in self.groups for s in group.schedulers):
@@ -120,12 +115,11 @@ class _Run:
     def _serve_closed(self, arrivals: ClosedLoop) -> None:
         """Run until the time is over, or the last request is sent: until then every user is busy."""
         self.env.process(self._ramp(arrivals))
-        start_s = arrivals.ramp_s + arrivals.warm_up_s
         over: simpy.Event = self._last_sent
-        if arrivals.measure_s is not None:
-            over = over | self.env.timeout(start_s + arrivals.measure_s)
+        if arrivals.measured_until_s is not None:
+            over = over | self.env.timeout(arrivals.measured_until_s)
         self.env.run(until=over)
-        self.record.window_start_s, self.record.window_end_s = start_s, self.env.now
+        self.record.window_start_s, self.record.window_end_s = arrivals.measured_from_s, self.env.now
 
     def _open_loop(self, requests: Sequence[RequestSpec]) -> Generator[simpy.Event, Any, None]:
         for request in requests:

@@ -24,11 +24,8 @@ from deepinfer.model.hf import load_model
 from deepinfer.model.spec import ModelSpec
 from deepinfer.sampling.params import SamplingParams, derived_seed
 from deepinfer.workload.generate import RequestSpec, generate_requests
-from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals
+from deepinfer.workload.spec import Arrivals, ClosedLoop, PoissonArrivals, open_loop_window
 from deepinfer.workload.tokens import prompt_tokens
-
-WARM_UP = 0.2
-"""Share of the time from an open loop's first arrival to its last before measurement starts, as on `sim`."""
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,7 @@ def pacing(arrivals: Arrivals, whole: bool) -> Pacing:
     """How requests follow each other: a closed loop's number of users, and its end unless it is to be run `whole`."""
     if not isinstance(arrivals, ClosedLoop):
         return Pacing()
-    end_s = None
-    if arrivals.measure_s is not None and not whole:
-        end_s = arrivals.ramp_s + arrivals.warm_up_s + arrivals.measure_s
-    return Pacing(arrivals.concurrency, end_s)
+    return Pacing(arrivals.concurrency, None if whole else arrivals.measured_until_s)
 
 
 def measurement_window(arrivals: Arrivals, record: RunRecord) -> tuple[float, float]:
@@ -148,13 +142,12 @@ def measurement_window(arrivals: Arrivals, record: RunRecord) -> tuple[float, fl
     sent = record.arrival_s[record.arrival_s >= 0]
     first_s, last_s = (float(sent.min()), float(sent.max())) if len(sent) else (0.0, 0.0)
     if not isinstance(arrivals, ClosedLoop):
-        return first_s + WARM_UP * (last_s - first_s), last_s if last_s > first_s else record.window_end_s
-    start_s = arrivals.ramp_s + arrivals.warm_up_s
+        return open_loop_window(first_s, last_s, record.window_end_s)
     all_sent = len(sent) == len(record.arrival_s)
     ends = [last_s] if all_sent else []
-    if arrivals.measure_s is not None:
-        ends.append(start_s + arrivals.measure_s)
-    return start_s, min(ends, default=record.window_end_s)
+    if arrivals.measured_until_s is not None:
+        ends.append(arrivals.measured_until_s)
+    return arrivals.measured_from_s, min(ends, default=record.window_end_s)
 
 
 def differences(planned: Plan, served: ServedPlan, load_format: LoadFormat) -> list[str]:

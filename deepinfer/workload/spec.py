@@ -12,6 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 MAX_TOKENS = 999_999_999
 """The longest prompt or output of a workload or a trace; keeps arithmetic on lengths exact in int64."""
 
+OPEN_WARM_UP = 0.2
+"""Share of the time from an open loop's first arrival to its last that passes before measurement starts."""
+
 TraceFormat = Literal["mooncake", "azure"]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 RequestsPerSecond = Annotated[float, Field(gt=0)]
@@ -77,6 +80,16 @@ class ClosedLoop(BaseModel):
     warm_up_s: float = Field(default=0.0, ge=0)
     measure_s: float | None = Field(default=None, gt=0)
 
+    @property
+    def measured_from_s(self) -> float:
+        """When measurement starts, seconds from the start of the run."""
+        return self.ramp_s + self.warm_up_s
+
+    @property
+    def measured_until_s(self) -> float | None:
+        """When measurement ends unless the last request is sent before; None without such a time."""
+        return None if self.measure_s is None else self.measured_from_s + self.measure_s
+
 
 class TraceArrivals(BaseModel):
     """The trace's own times; `rate` (requests/s) stretches them so that the whole trace has this mean."""
@@ -130,6 +143,14 @@ class Workload(BaseModel):
         if self.num_requests is None:
             raise ValueError("num_requests is required without a trace")
         return self
+
+
+def open_loop_window(first_s: float, last_s: float, over_s: float) -> tuple[float, float]:
+    """From when to when an open loop is measured: without the filling and the emptying of the system.
+
+    From its first and last arrival, and the end of the run, which a loop of one moment is measured to; seconds.
+    """
+    return first_s + OPEN_WARM_UP * (last_s - first_s), last_s if last_s > first_s else over_s
 
 
 def describe_workload(workload: Workload) -> str:
