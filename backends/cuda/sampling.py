@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepinfer.sampling.params import GREEDY_BELOW
+
 PART = 4096
 """Tokens of a part of the race."""
 BLOCK = 4096
 """Logits in registers per turn of a pass over the row."""
 FEW = 2048
 """Tokens that the search goes through in one turn."""
-GREEDY_BELOW = tl.constexpr(1e-5)
+_GREEDY_BELOW = tl.constexpr(GREEDY_BELOW)
 STAGES = tl.constexpr(6)
 """Turns of a pass in flight: what hides the latency of L2 from a single program."""
 LOWEST_KEY = tl.constexpr(-2147483647)
@@ -169,7 +171,7 @@ def _threshold_kernel(
     k = tl.load(top_k + index)
     p = tl.load(top_p + index)
     result = -float("inf")
-    if (heat >= GREEDY_BELOW) & (((k > 0) & (k < count)) | (p < 1.0)):
+    if (heat >= _GREEDY_BELOW) & (((k > 0) & (k < count)) | (p < 1.0)):
         result = _threshold(logits + index * row_stride, scratch + index * FEW, count, heat, k, p, BLOCK, FEW)
     tl.store(threshold + index, result)
 
@@ -209,10 +211,10 @@ def _race_kernel(logits, temperature, threshold, seed, position, best, token, co
     x = tl.load(logits + index * row_stride + at, mask=at < count, other=-float("inf"))
     heat = tl.load(temperature + index)
     lowest = tl.load(threshold + index)
-    if (heat >= GREEDY_BELOW) & (tl.max(x) >= lowest):
+    if (heat >= _GREEDY_BELOW) & (tl.max(x) >= lowest):
         noise = _gumbel(part * PART, tl.load(seed + index), tl.load(position + index), PART)
         x = tl.where((x >= lowest) & (at < count), x / heat + noise, -float("inf"))
-    elif heat >= GREEDY_BELOW:
+    elif heat >= _GREEDY_BELOW:
         x = tl.full((PART,), -float("inf"), tl.float32)
     winner = tl.max(x)
     out = index * tl.num_programs(1) + part

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this take the best token."""
+from deepinfer.sampling.params import GREEDY_BELOW
+
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
