@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.torch_runtime.formats import BLOCK, Weight
+from backends.torch_runtime.formats import BLOCK, E4M3_MAX, SMALLEST_FP8_AMAX, Weight
 
 SPAN = 128
 """Columns of a step of the product; widths must be multiples of it."""
@@ -46,8 +46,8 @@ _TWO_SIGNS = tl.constexpr(-0x77FF7800)
 _E2M1_BITS = tl.constexpr(-0x7E3F7E40)
 """What an E2M1 value can have of two BF16 values in a word, 0x81C081C0."""
 _OFFSET = tl.constexpr(2.0**64)
-_E4M3_MAX = tl.constexpr(448.0)
-_SMALLEST_AMAX = tl.constexpr(1e-4)
+_E4M3_MAX = tl.constexpr(E4M3_MAX)
+_SMALLEST_AMAX = tl.constexpr(SMALLEST_FP8_AMAX)
 
 
 @dataclass(frozen=True)

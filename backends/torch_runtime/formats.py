@@ -20,8 +20,9 @@ BLOCK = 32
 """Values that share a UE8M0 scale."""
 MAIN_BLOCK = 16
 """Values of a main KV entry that share an E4M3 scale."""
+SMALLEST_FP8_AMAX = 1e-4
+"""Blocks of smaller values are scaled as if they reached it."""
 
-_SMALLEST_FP8_AMAX = 1e-4
 _SMALLEST_FP4_AMAX = E2M1_MAX * 2.0**-126
 _SMALLEST_E4M3_SCALE = 2.0**-9
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -77,7 +78,7 @@ def power_of_two_above(value: Tensor) -> Tensor:
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[..., n] as E4M3 and UE8M0 bytes [..., n/32]; n must be a multiple of 32."""
     blocks = x.float().unflatten(-1, (-1, BLOCK))
-    scale = power_of_two_above(blocks.abs().amax(-1).clamp_min(_SMALLEST_FP8_AMAX) * (1.0 / E4M3_MAX))
+    scale = power_of_two_above(blocks.abs().amax(-1).clamp_min(SMALLEST_FP8_AMAX) * (1.0 / E4M3_MAX))
     values = (blocks / e8m0(scale)[..., None]).clamp(-E4M3_MAX, E4M3_MAX)
     return values.flatten(-2).to(torch.float8_e4m3fn), scale
 

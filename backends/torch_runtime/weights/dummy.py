@@ -15,8 +15,16 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.formats import E4M3_MAX, Weight
-from backends.torch_runtime.weights.rank import WHOLE, ModelWeights, RankPart, allocate, check_split, of_expert
-from backends.torch_runtime.weights.schema import Entry, all_layers, ends, layer_entries, prefix
+from backends.torch_runtime.weights.rank import (
+    WHOLE,
+    ModelWeights,
+    RankPart,
+    allocate,
+    assemble,
+    check_split,
+    of_expert,
+)
+from backends.torch_runtime.weights.schema import Entry
 from deepinfer.model.spec import ModelSpec
 
 TABLE_ROWS = 1 << 16
@@ -57,12 +65,7 @@ def dummy_weights(
         _generate(weight, entry, rank, f"{seed}:{start}{entry.key}")
         return weight
 
-    embed, norm, head = (build(entry, "").data for entry in ends(model))
-    layers = tuple(
-        {entry.key: build(entry, prefix(model, layer)) for entry in layer_entries(model, layer)}
-        for layer in all_layers(model)
-    )
-    return ModelWeights(embed, norm, head, layers)
+    return assemble(model, build)
 
 
 def _generate(weight: Weight, entry: Entry, rank: RankPart, name: str) -> None:

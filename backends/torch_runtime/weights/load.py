@@ -17,6 +17,7 @@ from backends.torch_runtime.weights.rank import (
     ModelWeights,
     RankPart,
     allocate,
+    assemble,
     check_split,
     model_entries,
     of_expert,
@@ -25,10 +26,6 @@ from backends.torch_runtime.weights.schema import (
     SKIPPED_PREFIXES,
     SKIPPED_SUFFIX,
     Entry,
-    all_layers,
-    ends,
-    layer_entries,
-    prefix,
     released,
 )
 from backends.torch_runtime.weights.source import FolderSource, Source, TensorSource, refuse, row_bytes
@@ -58,7 +55,7 @@ def load_weights(
     """
     _check_architecture(folder)
     with FolderSource(folder) as source:
-        return _assemble(source, model, rank, torch.device(device), dtype, quantize)
+        return _read(source, model, rank, torch.device(device), dtype, quantize)
 
 
 def from_released(
@@ -70,7 +67,7 @@ def from_released(
     quantize: bool = False,
 ) -> ModelWeights:
     """The same of tensors in memory by their released names; nothing of the result shares their memory."""
-    return _assemble(TensorSource(tensors), model, rank, torch.device(device), dtype, quantize)
+    return _read(TensorSource(tensors), model, rank, torch.device(device), dtype, quantize)
 
 
 def _check_architecture(folder: Path) -> None:
@@ -82,7 +79,7 @@ def _check_architecture(folder: Path) -> None:
         raise UsageError(f"{path} is of architecture {listed!r}; the runtime loads weights of {ARCHITECTURE}")
 
 
-def _assemble(
+def _read(
     source: Source, model: ModelSpec, rank: RankPart, device: torch.device, dtype: torch.dtype, quantize: bool
 ) -> ModelWeights:
     check_split(model, rank)
@@ -95,12 +92,7 @@ def _assemble(
             _fill(weight, piece, entry, source, is_quantized)
         return weight
 
-    embed, norm, head = (build(entry, "").data for entry in ends(model))
-    layers = tuple(
-        {entry.key: build(entry, prefix(model, layer)) for entry in layer_entries(model, layer)}
-        for layer in all_layers(model)
-    )
-    return ModelWeights(embed, norm, head, layers)
+    return assemble(model, build)
 
 
 @dataclass(frozen=True)

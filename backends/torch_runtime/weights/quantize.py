@@ -8,14 +8,13 @@ from torch import Tensor
 from backends.torch_runtime.formats import (
     BLOCK,
     E4M3_MAX,
+    SMALLEST_FP8_AMAX,
     WeightStorage,
     e8m0,
     power_of_two_above,
     quantize_fp8,
     quantize_mxfp4,
 )
-
-_SMALLEST_AMAX = 1e-4
 
 
 def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +23,7 @@ def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = -(-n // BLOCK), -(-k // BLOCK)
     padded = torch.nn.functional.pad(x.float(), (0, columns * BLOCK - k, 0, rows * BLOCK - n))
     blocks = padded.view(rows, BLOCK, columns, BLOCK)
-    scale = power_of_two_above(blocks.abs().amax((1, 3)).clamp_min(_SMALLEST_AMAX) * (1.0 / E4M3_MAX))
+    scale = power_of_two_above(blocks.abs().amax((1, 3)).clamp_min(SMALLEST_FP8_AMAX) * (1.0 / E4M3_MAX))
     values = (blocks / e8m0(scale)[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return values.view(rows * BLOCK, columns * BLOCK)[:n, :k], scale
 

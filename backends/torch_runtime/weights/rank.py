@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -114,6 +114,16 @@ def allocate(entry: Entry, part: RankPart, storage: WeightStorage, dtype: torch.
 def of_expert(weight: Weight, place: int) -> Weight:
     """One expert of a stack, as a view."""
     return Weight(weight.data[place], None if weight.scale is None else weight.scale[place], weight.storage)
+
+
+def assemble(model: ModelSpec, build: Callable[[Entry, str], Weight]) -> ModelWeights:
+    """A rank's weights, each as `build` makes it of its entry and of what the entry's released names start with."""
+    embed, norm, head = (build(entry, "").data for entry in ends(model))
+    layers = tuple(
+        {entry.key: build(entry, prefix(model, layer)) for entry in layer_entries(model, layer)}
+        for layer in all_layers(model)
+    )
+    return ModelWeights(embed, norm, head, layers)
 
 
 def model_entries(model: ModelSpec) -> Iterator[tuple[str, Entry]]:
