@@ -132,7 +132,7 @@ def _linear_kernel(
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """x [m, k] times weight [n, k] transposed: [m, n] in x.dtype; see the reference.
 
-    Quantised weights of a width that is no multiple of 128 take the reference's way.
+    Plain weights go to cuBLAS; quantised ones of a width that is no multiple of 128 take the reference's way.
     """
     if weight.storage == "plain":
         return torch.nn.functional.linear(x, weight.data.to(x.dtype))
@@ -143,7 +143,9 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
 
 def linear_grouped(x: Tensor, weight: Weight) -> Tensor:
     """x [m, g, k] times the g row blocks of a weight [g x n, k]: [m, g, n] in x.dtype; see the reference."""
-    if weight.storage == "plain" or x.shape[-1] % SPAN:
+    if weight.storage == "plain":
+        return torch.einsum("mgk,gnk->mgn", x, weight.data.unflatten(0, (x.shape[1], -1)).to(x.dtype))
+    if x.shape[-1] % SPAN:
         return reference.linear_grouped(x, weight)
     return product_of(x, weight)
 

@@ -12,13 +12,6 @@ from backends.torch_runtime.formats import Weight
 from backends.torch_runtime.kernels import KernelTable
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    """[m, k] times [n, k] transposed: stored weights in Triton, plain ones in cuBLAS."""
-    if weight.storage != "plain":
-        return gemm.linear(x, weight)
-    return torch.nn.functional.linear(x, weight.data.to(x.dtype))
-
-
 def linear_fp32(x: Tensor, weight: Weight) -> Tensor:
     """The product with a plain weight, accumulated and kept in FP32."""
     data = weight.data
@@ -29,19 +22,12 @@ def linear_fp32(x: Tensor, weight: Weight) -> Tensor:
     return torch.mm(x, data.to(x.dtype).T, out_dtype=torch.float32)
 
 
-def linear_grouped(x: Tensor, weight: Weight) -> Tensor:
-    """[m, g, k] times the g row blocks of a weight [g x n, k]: [m, g, n]."""
-    if weight.storage != "plain":
-        return gemm.linear_grouped(x, weight)
-    return torch.einsum("mgk,gnk->mgn", x, weight.data.unflatten(0, (x.shape[1], -1)).to(x.dtype))
-
-
 def kernel_table() -> KernelTable:
     """Every kernel that the CUDA backend has of its own."""
     return KernelTable(
-        linear=linear,
+        linear=gemm.linear,
         linear_fp32=linear_fp32,
-        linear_grouped=linear_grouped,
+        linear_grouped=gemm.linear_grouped,
         route=routing.route,
         sort_pairs=routing.sort_pairs,
         grouped_experts=experts.grouped_experts,
