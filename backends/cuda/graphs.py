@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.inputs import PromptRows
 from backends.torch_runtime.launcher import EagerLauncher
 from backends.torch_runtime.steps import Outputs, StepBuilder
+from deepinfer.engine.shape import padded_requests
 from deepinfer.numeric import Ints
 
 _SHORTEST_CONTEXT = 4096
@@ -45,7 +47,7 @@ class GraphLauncher:
     def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:
         """See `StepLauncher`."""
         eager = prompts is not None or logprobs is not None
-        mine = _NOT_CAPTURED if eager else self._padded_requests(len(slots))
+        mine = _NOT_CAPTURED if eager else self._padded(len(slots))
         wanted, context = self._rank.comm.agree_max_each(mine, _padded_context(max_context))
         if wanted == _NOT_CAPTURED:
             return self._eager.launch(slots, prompts, max_context, logprobs)
@@ -58,10 +60,9 @@ class GraphLauncher:
         captured.graph.replay()
         return Outputs(captured.outputs, begin)
 
-    def _padded_requests(self, requests: int) -> int:
-        rows = self._rank.state.shape.rows_per_request
-        padded = -(-requests * rows // self._graph_rows) * self._graph_rows
-        return max(-(-padded // rows), 1)
+    def _padded(self, requests: int) -> int:
+        drafts = self._rank.state.shape.rows_per_request - 1
+        return max(math.ceil(padded_requests(requests, drafts, self._graph_rows)), 1)
 
     def _capture(self, requests: int, context: int) -> _Captured:
         """Compile and warm up on rows of nobody, which change nothing, then record the same launches."""
