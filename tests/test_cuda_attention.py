@@ -7,24 +7,18 @@ interpret.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import traceback
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-triton = pytest.importorskip("triton")
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+import torch
+from kernel_builds import ARCHITECTURES, SHARED_LIMIT, compiled, report, resource_usage, run_scripts
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-SHARED_LIMIT = 227 * 1024
 TENSOR_MEMORY_COLUMNS = 512
 WINDOW = 128
 
@@ -302,7 +296,6 @@ def compiled_kernels(architecture: int):
 
 
 ROUND = {"BLOCKS": 128, "PADDED": 128, "NATIVE": True}
-ARCHITECTURES = (90, 100)
 COMPILED = [
     (architecture, name)
     for architecture in ARCHITECTURES
@@ -316,30 +309,16 @@ COMPILED = [
 
 def check_compiles(architecture, kernel, types, constants, warps, stack, matrix):
     """The matrix instruction that is meant, shared and tensor memory that exist, few spills."""
-    import triton.backends.nvidia as nvidia
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    built = compiled(kernel, architecture, types, constants, num_warps=warps, enable_fp_fusion=True)
     assert built.metadata.shared <= SHARED_LIMIT
     # Beyond its columns Triton compiles a kernel to a trap, without a word.
     assert (getattr(built.metadata, "tmem_size", 0) or 0) <= TENSOR_MEMORY_COLUMNS
     assert "trap;" not in built.asm["ptx"]
     assert matrix is None or re.search(matrix, built.asm["ptx"])
     assert "mma.sync" not in built.asm["ptx"]
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    used = [int(size) for size in re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr)]
-    assert used, usage.stdout + usage.stderr
+    usage = resource_usage(built)
+    used = [int(size) for size in re.findall(r"STACK:(\d+)", usage)]
+    assert used, usage
     assert max(used) <= stack, used
 
 
@@ -350,13 +329,7 @@ def compile_checks(architecture):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of every check, its traceback or nothing; all scripts run at once."""
-    running = {}
-    for task in ("interpret", *map(str, ARCHITECTURES)):
-        environment = os.environ | {"TRITON_INTERPRET": str(int(task == "interpret")), "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-W", "ignore", __file__, task]
-        running[task] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    return {task: json.loads(process.communicate()[0]) for task, process in running.items()}
+    return run_scripts(__file__)
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
@@ -410,16 +383,6 @@ def test_selection_on_a_device(n):
     check_selection_of_candidates("cuda", 512, min(n // 40, 2048))
 
 
-def main(task: str) -> None:
-    found: dict[str, str | None] = {}
-    for name, check in interpreted_checks() if task == "interpret" else compile_checks(int(task)):
-        try:
-            check()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    task = sys.argv[1]
+    report(interpreted_checks() if task == "interpret" else compile_checks(int(task)))

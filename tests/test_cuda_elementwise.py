@@ -7,25 +7,17 @@ interpret.
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
-import traceback
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch
-import triton
+from kernel_builds import ARCHITECTURES, SHARED_LIMIT, compiled, report, resource_usage, run_scripts
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SHARED_LIMIT = 227 * 1024
 EPS = 1e-6
 
 
@@ -241,30 +233,19 @@ COMPILED = [
     "race",
     "winner",
 ]
-ARCHITECTURES = (90, 100)
 
 
 def check_compiles(kernel, types, constants, warps, architecture):
     """No spills (no stack), shared memory within an SM's."""
-    import triton.backends.nvidia as nvidia
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     names = kernel.arg_names
-    signature = dict(zip(names, [*types, *["constexpr"] * len(constants)], strict=True))
-    values = {(len(types) + i,): value for i, value in enumerate(constants)}
+    typed = dict(zip(names[: len(types)], types, strict=True))
+    values = dict(zip(names[len(types) :], constants, strict=True))
     even = {"h", "n", "d", "count", *(name for name in names if name.endswith("stride"))}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, t in enumerate(types) if t[0] == "*" or names[i] in even}
-    source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
     options = {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
-    built = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    built = compiled(kernel, architecture, typed, values, even, **options)
     assert built.metadata.shared <= SHARED_LIMIT
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(built.asm["cubin"])
-        file.flush()
-        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    assert re.findall(r"STACK:(\d+)", usage.stdout + usage.stderr) == ["0"], usage.stdout + usage.stderr
+    usage = resource_usage(built)
+    assert re.findall(r"STACK:(\d+)", usage) == ["0"], usage
 
 
 def compile_checks(architecture):
@@ -274,14 +255,7 @@ def compile_checks(architecture):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """Of every check, its traceback or nothing; all scripts run at once."""
-    tasks = ["interpret", *map(str, ARCHITECTURES)]
-    running = {}
-    for task in tasks:
-        environment = os.environ | {"TRITON_INTERPRET": str(int(task == "interpret")), "PYTHONPATH": str(REPOSITORY)}
-        command = [sys.executable, "-W", "ignore", __file__, task]
-        running[task] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
-    return {task: json.loads(process.communicate()[0]) for task, process in running.items()}
+    return run_scripts(__file__)
 
 
 @pytest.mark.parametrize("case", INTERPRETED)
@@ -317,18 +291,8 @@ def test_sampling_agrees_on_a_device(m):
     check_sampling("cuda", m, 129_280)
 
 
-def main(task: str) -> None:
+if __name__ == "__main__":
+    task = sys.argv[1]
     if task == "interpret":
         round_as_torch_does()
-    found: dict[str, str | None] = {}
-    for name, check in interpreted_checks() if task == "interpret" else compile_checks(int(task)):
-        try:
-            check()
-            found[name] = None
-        except Exception:
-            found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    report(interpreted_checks() if task == "interpret" else compile_checks(int(task)))

@@ -6,11 +6,9 @@ interpret.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 import torch
 import triton
+from kernel_builds import SHARED_LIMIT, compiled, environment, resource_usage
 from torch import Tensor
 
 from backends.cuda import experts, gemm
@@ -25,8 +24,6 @@ from backends.cuda.tiles import BLOCK_SCALED, PORTABLE, SPAN, WIDEN, Tiling, fit
 from backends.torch_runtime.formats import Weight, rounded_fp8
 from deepinfer.errors import UsageError
 
-ROOT = Path(__file__).resolve().parent.parent
-SHARED_LIMIT = 227 * 1024
 FP32_ERROR = 1e-5
 SPILLED = 16
 """Bytes of a thread's stack: four registers."""
@@ -175,8 +172,8 @@ def interpreted() -> None:
 
 
 def test_interpreted() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-W", "ignore", __file__], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-W", "ignore", __file__]
+    ran = subprocess.run(command, env=environment(interpret=True), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
@@ -198,7 +195,7 @@ def test_capped_registers_are_for_hopper() -> None:
     assert usual.chosen(32768, BLOCK_SCALED.value, 1280) == usual.tiling
 
 
-def compiled(
+def built_for(
     kernel: triton.JITFunction, path: int, tiling: Tiling, **constants: int | bool | None
 ) -> triton.compiler.CompiledKernel:
     """A product's kernel for sm_90 or sm_100."""
@@ -211,26 +208,7 @@ def compiled(
     options = dict(tiling.options)
     launch = {name: options.pop(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants |= {**options, "PATH": path}
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name in ("n", "width", "h", "f")]
-    source = triton.compiler.ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )
-    target = triton.backends.compiler.GPUTarget("cuda", 100 if block_scaled else 90, 32)
-    return triton.compile(source, target=target, options=launch)
-
-
-def resources(cubin: bytes, folder: Path) -> dict[str, int]:
-    """What ptxas gave a kernel: registers, bytes of stack and of local memory."""
-    (folder / "kernel.cubin").write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [tool, "-res-usage", folder / "kernel.cubin"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return compiled(kernel, 100 if block_scaled else 90, types, constants, ("n", "width", "h", "f"), **launch)
 
 
 LINEAR = {"SCALE_ROWS": 32, "FP4": False, "NEIGHBOURS": gemm.NEIGHBOURS}
@@ -248,9 +226,9 @@ KERNELS = {
 
 @pytest.mark.parametrize("path", [WIDEN.value, BLOCK_SCALED.value], ids=["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_compiled_ahead_of_time(name: str, path: int, tmp_path: Path) -> None:
+def test_compiled_ahead_of_time(name: str, path: int) -> None:
     kernel, tiling, constants = KERNELS[name]
-    built = compiled(kernel, path, fitted(tiling, path, 2 * SPAN), **constants)
+    built = built_for(kernel, path, fitted(tiling, path, 2 * SPAN), **constants)
     ptx = built.asm["ptx"]
     if path == BLOCK_SCALED.value:
         assert re.search(r"tcgen05\.mma\.\S*kind::mxf8f6f4\.block_scale", ptx)
@@ -259,7 +237,7 @@ def test_compiled_ahead_of_time(name: str, path: int, tmp_path: Path) -> None:
         # Weights go from their load to the tensor cores in registers: the only BF16 in shared memory are tokens.
         assert not re.search(r"wgmma.mma_async\S+ \{[^}]*\}, %rd\d+, %rd\d+", ptx)
     assert built.metadata.shared <= SHARED_LIMIT
-    used = resources(built.asm["cubin"], tmp_path)
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", resource_usage(built))}
     assert used["REG"] <= (tiling.registers or 255)
     # A cap may send what waits for the end of the loop to memory, not what the loop uses.
     assert used["STACK"] <= (SPILLED if tiling.registers else 0)
