@@ -19,7 +19,7 @@ import torch
 
 pytest.importorskip("triton")
 from engine_speed import shortened
-from tiny_engine import LIKELY, TinyEngine, recorded_decisions, simulated_decisions
+from tiny_engine import LIKELY, TinyEngine, recorded_decisions, simulated_decisions, tiny_deployment
 
 from backends.cuda.backend import GPU
 from backends.cuda.graphs import GraphLauncher
@@ -38,13 +38,10 @@ from deepinfer.engine.arguments import EngineArguments, deploy
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
 from deepinfer.engine.runner import GenerationRequest, runner_backend
-from deepinfer.hardware.host import load_host
 from deepinfer.hardware.spec import ClusterSpec, load_hardware
-from deepinfer.layout.memory import memory_budget
-from deepinfer.layout.parallel import ParallelLayout
-from deepinfer.layout.settings import EngineSettings
 from deepinfer.model import hf
 from deepinfer.model.hf import parse_config
+from deepinfer.model.spec import ModelSpec
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.stop import StopChecker
 from deepinfer.scheduler.step import BlockTable, DecodeBatch, PrefillChunk, StepPlan
@@ -102,17 +99,20 @@ def test_triton_is_as_close_to_fp32_as_the_reference_in_bf16(prompts: list[list[
     assert (error < 1.5 * noise + 0.02).all()
 
 
+def gpu_deployment(model: ModelSpec, num_blocks: int, **settings: Any) -> Deployment:
+    """One engine on one GPU of this machine, in the settings that engines have but for those given."""
+    usual = {"block_tokens": 128, "memory_utilization": 0.9, "nextn": 3, "kv_format": "fp4"}
+    machine = runner_backend("cuda").accelerator(1)
+    return tiny_deployment(model, num_blocks=num_blocks, machine=machine, **usual, **settings)
+
+
 def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
     """Log-probabilities [prompts, vocab] after prefill in one step."""
     model = parse_config(true_widths(), "true widths")
-    machine = runner_backend("cuda").accelerator(1)
-    settings = EngineSettings(max_num_seqs=8, max_tokens_per_step=4096, nextn=3, kv_format="fp4")
-    layout, cluster, host = ParallelLayout(), ClusterSpec(machine, 1), load_host("deepinfer")
-    budget = replace(memory_budget(model, layout, machine, settings), num_blocks=256)
-    deployment = Deployment(model, cluster, layout, settings, 1, 1.0, budget, host)
+    deployment = gpu_deployment(model, 256, max_num_seqs=8, max_tokens_per_step=4096)
     device = GPU.take(0)
     weights = dummy_weights(model, device=device, dtype=dtype)
-    comm = Communicator(layout, 0, device)
+    comm = Communicator(deployment.layout, 0, device)
     assert model.numerics is not None
     assert model.numerics.engram is not None
     tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
@@ -158,11 +158,8 @@ class GpuEngine(TinyEngine):
 @pytest.mark.parametrize("num_blocks", [14, 64])
 def test_decisions_on_a_gpu_are_those_of_the_simulator(num_blocks: int) -> None:
     """Chunks, batches, blocks and preemptions of the same requests and kept drafts, step by step."""
-    model, layout = parse_config(true_widths(), "true widths"), ParallelLayout()
-    machine = runner_backend("cuda").accelerator(1)
-    settings = EngineSettings(max_num_seqs=4, max_tokens_per_step=384, nextn=3, kv_format="fp4")
-    budget = replace(memory_budget(model, layout, machine, settings), num_blocks=num_blocks)
-    deployment = Deployment(model, ClusterSpec(machine, 1), layout, settings, 1, 1.0, budget, load_host("deepinfer"))
+    model = parse_config(true_widths(), "true widths")
+    deployment = gpu_deployment(model, num_blocks, max_num_seqs=4, max_tokens_per_step=384)
     rng = np.random.default_rng(num_blocks)
     lengths = zip(rng.integers(100, 700, 9).tolist(), rng.integers(1, 90, 9).tolist(), strict=True)
     requests = [

@@ -30,7 +30,7 @@ from backends.torch_runtime.worker import Channel, RankPlace
 from deepinfer.engine.deployment import Deployment
 from deepinfer.hardware.host import load_host
 from deepinfer.hardware.local import host_memory
-from deepinfer.hardware.spec import ClusterSpec
+from deepinfer.hardware.spec import Accelerator, ClusterSpec
 from deepinfer.layout.memory import memory_budget
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.settings import EngineSettings
@@ -72,11 +72,15 @@ def config_with(**changed: Any) -> dict[str, Any]:
 
 
 def tiny_deployment(
-    model: ModelSpec, layout: ParallelLayout | None = None, num_blocks: int = 256, **settings: Any
+    model: ModelSpec,
+    layout: ParallelLayout | None = None,
+    num_blocks: int = 256,
+    machine: Accelerator | None = None,
+    **settings: Any,
 ) -> Deployment:
-    """One engine on this host, with few blocks of few tokens."""
+    """One engine, with few blocks of few tokens, on this host or on accelerators of a `machine`."""
     layout = layout or ParallelLayout()
-    machine = host_memory(layout.num_ranks)
+    machine = machine or host_memory(layout.num_ranks)
     defaults = {"max_num_seqs": 4, "max_tokens_per_step": 64, "block_tokens": BLOCK_TOKENS, "memory_utilization": 0.02}
     chosen = EngineSettings(**{**defaults, **settings})
     budget = replace(memory_budget(model, layout, machine, chosen), num_blocks=num_blocks)
