@@ -6,8 +6,9 @@ outputs = LLM("path/to/DeepSeek-V4.1-Flash", expert_parallel_size=8).generate("H
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deepinfer.lazy import lazy_names
 
 if TYPE_CHECKING:
     from deepinfer.llm import LLM, RequestOutput
@@ -21,9 +22,4 @@ _HOME = {
     "SamplingParams": "deepinfer.sampling.params",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """A public name, loaded when first used: importing `deepinfer` loads nothing."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

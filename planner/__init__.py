@@ -6,8 +6,9 @@ result = search(gpus=64, isl=4000, osl=1000)
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from deepinfer.lazy import lazy_names
 
 if TYPE_CHECKING:
     from deepinfer.layout.parallel import ParallelLayout
@@ -50,13 +51,4 @@ _HOME = {
     "simulate": "planner.api",
 }
 
-
-def __getattr__(name: str) -> Any:
-    """A public name, loaded when first used: importing `planner` loads nothing."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
