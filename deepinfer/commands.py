@@ -109,7 +109,9 @@ def run(
         served = serve_plan(loaded, backend, model, cast("Any", load_format), requests, progress)
     if not served.speaks:
         return
-    text = json.dumps(_as_json(loaded, served, load_format), indent=2)
+    text = ""
+    if output is not None or as_json:
+        text = json.dumps(_as_json(loaded, served, load_format), indent=2)
     if output is not None:
         write_file(output, (text + "\n").encode())
     if as_json:

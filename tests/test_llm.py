@@ -348,7 +348,7 @@ def test_defaults_and_the_deployment_are_those_of_plans(backend: ScriptedBackend
         assert llm.deployment.scheduler_config().keep_tokens == 140
         # In host memory: blocks for 2,000 requests of 4,096 tokens, 5 drafts and one more, and none beside them.
         assert llm.deployment.budget.num_blocks == 2000 * math.ceil(4102 / 128)
-        assert backend.runners[-1].source == EngineSource(CARD, "dummy", "auto", None, 0, 4096)
+        assert backend.runners[-1].source == EngineSource(CARD, "dummy", "auto", 0, 4096)
 
 
 def test_host_memory_is_shared_and_has_no_rates() -> None:

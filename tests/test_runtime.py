@@ -228,7 +228,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
     del config["quantization_config"]
     save_checkpoint(folder, MODEL, PLAIN, config, 1 << 30)
     deployment = tiny_deployment(load_model(str(folder)), num_blocks=12, nextn=3)
-    source = EngineSource(str(folder), "auto", "float32", None, 0, 256)
+    source = EngineSource(str(folder), "auto", "float32", 0, 256)
     found = TorchRunner(deployment, source, "backends.cpu.backend:HOST")
     yield found
     found.close()

@@ -134,7 +134,7 @@ def engine_source(model: str, load_format: LoadFormat, dtype: DType, seed: int, 
         raise UsageError(
             f"{model} is a model card without weights: give the folder of a checkpoint, or the load format dummy"
         )
-    return EngineSource(model, load_format, dtype, None, seed, max_model_len)
+    return EngineSource(model, load_format, dtype, seed, max_model_len)
 
 
 def deploy(plan: Plan, backend: RunnerBackend, max_model_len: int) -> Deployment:

@@ -99,16 +99,12 @@ class EngineSource:
     """What an engine computes with: the weights in the folder `model`, or "dummy" ones of a card's true shapes.
 
     `dtype` is that of activations; "float64" is a test mode: reference kernels with sums in FP64, whose tokens are the
-    same on every layout.
-
-    `num_layers` keeps only the first layers, for profiling. No request is longer than `max_model_len`, prompt and
-    output together.
+    same on every layout. No request is longer than `max_model_len`, prompt and output together.
     """
 
     model: str
     load_format: LoadFormat
     dtype: DType
-    num_layers: int | None
     seed: int
     max_model_len: int
 
