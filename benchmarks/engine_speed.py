@@ -2,9 +2,10 @@
 
     python benchmarks/engine_speed.py --layers 14 --requests 1,8,64,256 [--nextn 3] [--ep 2 --dp 2]
 
-Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, a step's device time
-(from the event before it to the one behind), and what the cost model predicts for the step. Layers hold all experts
-(7.2 GB each at ep 1), so that few fit.
+Every role of layer is there. Prints, per number of requests: steps/s, the three throughputs, a step's device time (from
+the event right before it, which comes after everything that prepares it, to the one behind), the share of the time that
+lies between two steps, preparation and idleness together, and what the cost model predicts for the step. Layers hold
+all experts (7.2 GB each at ep 1), so that few fit.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def measure_decode(runner: Runner, count: int, options: argparse.Namespace, rank
     kept = sum(steps.kept_tokens[i] for i in alone) / sum(steps.decodes[i] for i in alone)
     print(
         f"{count:4} requests, context {options.context}: {1 / wall:8.1f} steps/s, device {device * 1e3:.3f} ms, "
-        f"{wall * 1e3:.3f} ms from end to end, tau {kept:.2f}, "
+        f"{wall * 1e3:.3f} ms from end to end ({1 - device / wall:.1%} between steps), tau {kept:.2f}, "
         f"full acceptance {count * (1 + options.nextn) / wall / ranks:,.0f} tokens/s/GPU, "
         f"output {count * kept / wall / ranks:,.0f} tokens/s/GPU"
     )

@@ -129,9 +129,10 @@ def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[in
     builder.start_slots(slot_starts(chunks, tracks, None))
     builder.end_prompts(list(tracks.values()))
     step = builder.mixed(builder.to_device(nothing), prompt_rows(chunks, tracks, 1, 4), 2048)
-    step.wants_logprobs = True
+    step.logprobs = model.vocab_size
     Executor(rank, deployment.graph()).run(step)
-    return step.outputs["logprobs"].float()
+    best, ids = step.outputs["best"].float(), step.outputs["best_ids"].long()
+    return torch.empty_like(best).scatter(1, ids, best)
 
 
 class GpuEngine(TinyEngine):
