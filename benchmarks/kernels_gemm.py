@@ -181,7 +181,9 @@ class Experts:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.w13, self.w2 = fp4_weight(count, 2 * WIDTH, HIDDEN), fp4_weight(count, HIDDEN, WIDTH)
+        self.w13, self.w2 = (
+            experts.arranged(fp4_weight(count, n, k)) for n, k in ((2 * WIDTH, HIDDEN), (HIDDEN, WIDTH))
+        )
 
     def case(self, rows: int) -> Case:
         """The routed experts of rows that all choose among these, in their usual tiles."""
@@ -198,16 +200,18 @@ class Experts:
     def halves(self, rows: int, tilings: list[Tiling]) -> Iterator[tuple[Tiling, Case]]:
         """Gate and up, then down, in each of the tilings."""
         x, weights, pairs, used = self._inputs(rows)
-        rounded = round_activations(x, fp4=True)
+        rounded, p = round_activations(x, fp4=True), rows * TOPK
         read = self.w13.num_bytes * used + 2.0 * rows * (HIDDEN + TOPK * WIDTH)
         flop = 2.0 * rows * TOPK * HIDDEN * WIDTH
         for t in tilings:
-            call = [lambda t=t: experts.gate_up(rounded, weights, pairs, self.w13, LIMIT, t)[0]]
+            tiles = experts.tiles_of(pairs, weights, self.count, t.tokens)
+            call = [lambda t=t, tiles=tiles: experts.gate_up(rounded, tiles, p, self.w13, LIMIT, t)[0]]
             yield t, Case("experts gate+up", rows, call, read, 2 * flop)
-        active = experts.gate_up(rounded, weights, pairs, self.w13, LIMIT, tilings[0])
+        active = experts.gate_up(rounded, tiles, p, self.w13, LIMIT, t)
         read = self.w2.num_bytes * used + 2.0 * rows * TOPK * (HIDDEN + WIDTH)
         for t in tilings:
-            call = [lambda t=t: experts.down(active, pairs, self.w2, x.dtype, t)]
+            tiles = experts.tiles_of(pairs, weights, self.count, t.tokens)
+            call = [lambda t=t, tiles=tiles: experts.down(active, tiles, self.w2, x.dtype, t)]
             yield t, Case("experts down", rows, call, read, flop)
 
     def _inputs(self, rows: int) -> tuple[Tensor, Tensor, gemm.Pairs, float]:
@@ -254,8 +258,8 @@ def check(rows: int, local: Experts) -> None:
 
     def routed(m: int) -> tuple[gemm.Pairs, Tensor]:
         pairs = gemm.sort_pairs(ids[:m], 0, LOCAL)
-        tiling = experts.tiling_for(rows * TOPK / LOCAL, path_of(x.device))
-        return pairs, gemm.grouped_experts(x[:m], weights[:m], pairs, local.w13, local.w2, LIMIT, tiling=tiling)
+        tilings = experts.tilings_for(rows * TOPK / LOCAL, path_of(x.device))
+        return pairs, gemm.grouped_experts(x[:m], weights[:m], pairs, local.w13, local.w2, LIMIT, tilings=tilings)
 
     pairs, y = routed(rows)
     expected = reference.sort_pairs(ids, 0, LOCAL)

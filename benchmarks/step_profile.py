@@ -85,12 +85,12 @@ class Bench:
         cluster = ClusterSpec(machine, 1)
         deployment = Deployment(model, cluster, layout, settings, 1, 1.0, budget, load_host("deepinfer"))
         device = GPU.take(0)
-        weights = dummy_weights(model, device=device)
+        kernels = GPU.kernels(torch.bfloat16)
+        weights = dummy_weights(model, device=device, arranged=kernels.arranged)
         assert model.numerics is not None
         assert model.numerics.engram is not None
         tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
         limit = blocks * 128
-        kernels = GPU.kernels(torch.bfloat16)
         comm = Communicator(layout, 0, device)
         self.rank = rank_context(deployment, weights, comm, kernels, torch.bfloat16, limit, tokens)
         self.graph: ExecutionGraph = deployment.graph()

@@ -88,15 +88,21 @@ def prompts() -> list[list[int]]:
     return [generator.integers(0, 129280, n).tolist() for n in (5, 300, 900, 1500)]
 
 
-def test_triton_is_as_close_to_fp32_as_the_reference_in_bf16(prompts: list[list[int]]) -> None:
-    """Logits of the first token: BF16 moves them, and Triton's kernels no further than plain torch's."""
+def test_triton_is_as_close_to_fp32_as_the_reference_in_bf16() -> None:
+    """Logits of first tokens: BF16 moves them, and Triton's kernels no further than plain torch's.
+
+    Where rounding sends a row to another expert its logits jump, so it takes many prompts to tell.
+    """
+    generator = np.random.default_rng(0)
+    lengths = [5, 900, 1500, *generator.integers(130, 300, 24).tolist()]
+    prompts = [generator.integers(0, 129280, n).tolist() for n in lengths]
     exact = first_logits(KernelTable(), torch.float32, prompts)
     plain = first_logits(KernelTable(), torch.bfloat16, prompts)
     triton = first_logits(kernel_table(), torch.bfloat16, prompts)
     scale = (exact - exact.mean(-1, keepdim=True)).norm(dim=-1)
     noise, error = (((found - exact).norm(dim=-1) / scale).cpu() for found in (plain, triton))
-    print(f"relative error of BF16 torch {noise.tolist()}, of Triton {error.tolist()}")
-    assert (error < 1.5 * noise + 0.02).all()
+    print(f"relative error of BF16 torch {noise.mean():.3f} +- {noise.std():.3f}, of Triton {error.mean():.3f}")
+    assert error.mean() < 1.2 * noise.mean()
 
 
 def gpu_deployment(model: ModelSpec, num_blocks: int, **settings: Any) -> Deployment:
@@ -109,9 +115,9 @@ def gpu_deployment(model: ModelSpec, num_blocks: int, **settings: Any) -> Deploy
 def first_logits(kernels: KernelTable, dtype: torch.dtype, prompts: list[list[int]]) -> torch.Tensor:
     """Log-probabilities [prompts, vocab] after prefill in one step."""
     model = parse_config(true_widths(), "true widths")
-    deployment = gpu_deployment(model, 256, max_num_seqs=8, max_tokens_per_step=4096)
+    deployment = gpu_deployment(model, 16 * len(prompts), max_num_seqs=len(prompts), max_tokens_per_step=8192)
     device = GPU.take(0)
-    weights = dummy_weights(model, device=device, dtype=dtype)
+    weights = dummy_weights(model, device=device, dtype=dtype, arranged=kernels.arranged)
     comm = Communicator(deployment.layout, 0, device)
     assert model.numerics is not None
     assert model.numerics.engram is not None
@@ -141,7 +147,8 @@ class GpuEngine(TinyEngine):
     def __init__(self, deployment: Deployment) -> None:
         self.deployment, model = deployment, deployment.model
         device = GPU.take(0)
-        weights = dummy_weights(model, device=device, dtype=torch.bfloat16)
+        kernels = kernel_table()
+        weights = dummy_weights(model, device=device, dtype=torch.bfloat16, arranged=kernels.arranged)
         likely = weights.head[LIKELY[0]].clone() * 64
         weights.head.zero_()
         weights.head[LIKELY[0]], weights.head[LIKELY[1]] = likely, -likely
@@ -150,7 +157,7 @@ class GpuEngine(TinyEngine):
         tokens = made_up_token_map(model.numerics.engram, model.vocab_size)
         comm = Communicator(deployment.layout, 0, device)
         shape = replace(CacheShape.of(deployment, 2048), num_blocks=deployment.budget.num_blocks)
-        rank = rank_context(deployment, weights, comm, kernel_table(), torch.bfloat16, 2048, tokens, shape=shape)
+        rank = rank_context(deployment, weights, comm, kernels, torch.bfloat16, 2048, tokens, shape=shape)
         builder = StepBuilder(rank)
         launcher = GraphLauncher(rank, Executor(rank, deployment.graph()), builder, deployment.settings.graph_rows)
         self.engine = RankEngine(rank, deployment, launcher, builder)

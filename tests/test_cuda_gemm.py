@@ -75,7 +75,7 @@ def check_linear(device: str, m: int, groups: int, n: int, k: int, dtype: torch.
     for other in (fp4_weight(n, k, device=device), Weight(weight.data[:n], fp4_weight(n, k, device=device).scale)):
         stored = Weight(other.data, other.scale, "mxfp4" if other.storage == "mxfp4" else "fp8_rows")
         expected = rounded_fp8(one).double() @ stored.dequantized(torch.float64).T
-        assert error(gemm.linear(one, stored), expected) < tolerance(dtype)
+        assert error(gemm.linear(one, experts.arranged(stored)), expected) < tolerance(dtype)
 
 
 def check_split(device: str) -> None:
@@ -129,8 +129,9 @@ def check_experts(
     x, weights = torch.randn(m, h, device=device).to(dtype), torch.rand(m, topk, device=device)
     ids = torch.rand(m, count + 2, device=device).topk(topk, -1).indices.int() - 1
     w13, w2 = fp4_weight(count, 2 * f, h, device=device), fp4_weight(count, h, f, device=device)
-    pairs = gemm.sort_pairs(ids, 0, count)
-    total = gemm.sum_pairs(gemm.grouped_experts(x, weights, pairs, w13, w2, LIMIT, tiling=tiling), pairs.position)
+    pairs, stacks = gemm.sort_pairs(ids, 0, count), (experts.arranged(w13), experts.arranged(w2))
+    tilings = tiling and (tiling, tiling)
+    total = gemm.sum_pairs(gemm.grouped_experts(x, weights, pairs, *stacks, LIMIT, tilings=tilings), pairs.position)
     expected = torch.zeros(m, h, dtype=torch.float64, device=device)
     for e in range(count):
         row, slot = (ids == e).nonzero(as_tuple=True)
@@ -177,18 +178,28 @@ def test_interpreted() -> None:
     assert ran.returncode == 0, ran.stderr[-3000:]
 
 
+def test_bands_hold_the_same_numbers() -> None:
+    weight = fp4_weight(3, 16, 256, device="cpu")
+    bands = weight.in_bands()
+    assert bands.data.shape == (3, 2, 2, 8, 64)
+    assert bands.shape == weight.shape == (3, 16, 256)
+    assert torch.equal(bands.dequantized(), weight.dequantized())
+
+
 def test_weights_that_the_experts_cannot_take_are_refused() -> None:
-    pairs = gemm.Pairs(*(torch.zeros(2, dtype=torch.int32) for _ in range(3)), torch.zeros(1, 2, dtype=torch.int32))
-    narrow = fp4_weight(1, 64, 96, device="cpu"), fp4_weight(1, 96, 32, device="cpu")
-    with pytest.raises(UsageError, match="multiples of 128, not mxfp4 96 and mxfp4 32"):
-        gemm.grouped_experts(torch.zeros(1, 96), torch.zeros(1, 2), pairs, *narrow, LIMIT)
+    with pytest.raises(UsageError, match="multiples of 128, not mxfp4 96"):
+        experts.arranged(fp4_weight(1, 64, 96, device="cpu"))
+    with pytest.raises(UsageError, match="not plain 128"):
+        experts.arranged(Weight(torch.zeros(1, 64, 128)))
 
 
 def test_capped_registers_are_for_hopper() -> None:
     for pairs in (1, 12, 13, 32, 33, 64, 65, 4096):
-        assert experts.tiling_for(pairs, BLOCK_SCALED.value).registers == 0
-    assert experts.tiling_for(32, WIDEN.value).registers
-    assert not experts.tiling_for(33, WIDEN.value).registers
+        first, second = experts.tilings_for(pairs, BLOCK_SCALED.value)
+        assert first.registers == second.registers == 0
+        assert first.tokens == second.tokens
+    assert experts.tilings_for(32, WIDEN.value)[0].registers
+    assert not experts.tilings_for(33, WIDEN.value)[0].registers
     usual = gemm.tiling_for(64)
     assert usual.chosen(132 * 128, WIDEN.value, 1280) == usual.tiling
     assert usual.chosen(132 * 128 + 1, WIDEN.value, 1280) == usual.crowded
@@ -201,10 +212,11 @@ def built_for(
     """A product's kernel for sm_90 or sm_100."""
     block_scaled = path == BLOCK_SCALED.value
     value = "*fp8e4nv" if block_scaled else "*bf16"
-    word, scale = ("*u8", "*u8") if block_scaled else ("*i32", "*i64" if tiling.spans == 2 else "*i32")
+    in_bands = kernel is not gemm._linear_kernel
+    word, scale = ("*u8", "*u8") if block_scaled else ("*i32", "*i32" if in_bands or tiling.spans == 1 else "*i64")
     types = {"x": value, "x_scale": "*u8", "w": word, "w_scale": scale, "y": "*bf16", "out": value, "out_scale": "*u8"}
-    types |= dict.fromkeys(("row", "slot", "offsets", "counters"), "*i32")
-    types |= {"weights": "*fp32", "partial": "*fp32", "limit": "fp32"}
+    types |= dict.fromkeys(("tile_expert", "tile_first", "tile_token", "counters"), "*i32")
+    types |= {"tile_weight": "*fp32", "partial": "*fp32", "limit": "fp32"}
     options = dict(tiling.options)
     launch = {name: options.pop(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion")}
     constants |= {**options, "PATH": path}
@@ -216,11 +228,12 @@ CROWDED = gemm.tiling_for(64).chosen(32768, WIDEN.value, 1280)
 KERNELS = {
     "linear small": (gemm._linear_kernel, gemm.LINEAR_TILINGS[0].tiling, {**LINEAR, "SPLITS": 4}),
     "linear large": (gemm._linear_kernel, gemm.LINEAR_TILINGS[-1].tiling, {**LINEAR, "SPLITS": 1}),
-    "gate and up": (experts._gate_up_kernel, experts.EXPERT_TILINGS[0][1], {"EXPERTS": 64}),
+    "gate and up": (experts._gate_up_kernel, experts.EXPERT_TILINGS[0][1], {}),
+    "down, few": (experts._down_kernel, experts.EXPERT_TILINGS[0][2], {}),
     "linear crowded": (gemm._linear_kernel, CROWDED, {**LINEAR, "SPLITS": 1}),
-    "gate and up, capped": (experts._gate_up_kernel, experts.EXPERT_TILINGS[1][1], {"EXPERTS": 64}),
-    "down, capped": (experts._down_kernel, experts.EXPERT_TILINGS[1][1], {"EXPERTS": 64}),
-    "down": (experts._down_kernel, experts.EXPERT_TILINGS[-1][1], {"EXPERTS": 64}),
+    "gate and up, capped": (experts._gate_up_kernel, experts.EXPERT_TILINGS[1][1], {}),
+    "down, capped": (experts._down_kernel, experts.EXPERT_TILINGS[1][2], {}),
+    "down": (experts._down_kernel, experts.EXPERT_TILINGS[-1][2], {}),
 }
 
 

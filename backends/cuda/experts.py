@@ -1,7 +1,7 @@
 """The routed experts in Triton: gate and up with SwiGLU, down, and the sum per row.
 
-Two products over tiles of (expert, tokens): the host knows only how many pairs there can be, so a program finds the
-expert of its tile in `Pairs.offsets` and programs beyond the last tile end at once. Semantics in
+Two products over tiles of (expert, tokens): the host knows only how many pairs there can be, so a kernel says first
+what each tile holds (`Tiles`), and programs beyond the last tile end at once. Semantics in
 `backends.torch_runtime.reference.gemm`; the activation stays FP32 between SwiGLU and its rounding to FP8.
 """
 
@@ -10,6 +10,8 @@ expert of its tile in `Pairs.offsets` and programs beyond the last tile end at o
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,14 +38,29 @@ from backends.torch_runtime.reference.gemm import Pairs
 from deepinfer.errors import UsageError
 
 EXPERT_TILINGS = (
-    (12, Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2)),
-    (32, Tiling(tokens=32, weights=128, warps=8, stages=3, spans=2, registers=128)),
-    (64, Tiling(tokens=64, weights=128, warps=8, stages=4)),
-    (None, Tiling(tokens=128, weights=128, warps=8, stages=4)),
+    (
+        12,
+        Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2),
+        Tiling(tokens=16, weights=128, warps=4, stages=3),
+    ),
+    (32, *2 * (Tiling(tokens=32, weights=128, warps=8, stages=3, spans=2, registers=128),)),
+    (64, *2 * (Tiling(tokens=64, weights=128, warps=8, stages=4),)),
+    (None, *2 * (Tiling(tokens=128, weights=128, warps=8, stages=4),)),
 )
-"""Tiles by the most pairs per expert that they are for; the last for any number. Those that cap registers are not for
-block-scaled MMA, whose accumulators lie elsewhere. Chosen on an H200 from those that `benchmarks/kernels_gemm.py
---sweep` tries (torch 2.11, Triton 3.6)."""
+"""Tiles of gate and up, and of down, by the most pairs per expert that they are for; the last for any number. Those
+that cap registers are not for block-scaled MMA, whose accumulators lie elsewhere. Chosen on an H200 from those that
+`benchmarks/kernels_gemm.py --sweep` tries (torch 2.11, Triton 3.6)."""
+
+
+class Tiles(NamedTuple):
+    """Tiles of pairs [t]: expert int32 (their number beyond the last), first pair int32; and of each pair [t, tokens]
+    its row of the activations int32 (-1 beyond the expert's last) and its routing weight FP32.
+    """
+
+    expert: Tensor
+    first: Tensor
+    row: Tensor
+    weight: Tensor
 
 
 @triton.jit
@@ -54,7 +71,7 @@ def _silu_times(gate, up, limit):
 
 @triton.jit
 def _find_tile(offsets, tile, count, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """Expert of a tile of tokens, its first pair and the expert's last + 1; the expert is `count` beyond the tiles."""
+    """Expert of a tile of tokens, its first pair and the expert's last + 1; `count`, something and 0 beyond."""
     lane = tl.arange(0, EXPERTS)
     begin = tl.load(offsets + lane, mask=lane < count, other=0)
     end = tl.load(offsets + lane + 1, mask=lane < count, other=0)
@@ -67,25 +84,43 @@ def _find_tile(offsets, tile, count, TOKENS: tl.constexpr, EXPERTS: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["count", "topk"])
+def _tiles_kernel(
+    offsets, row, slot, weights, tile_expert, tile_first, tile_row, tile_weight, count, topk,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    expert, first, end = _find_tile(offsets, tile, count, TOKENS, EXPERTS)
+    lane = tl.arange(0, TOKENS)
+    inside = first + lane < end
+    token = tl.load(row + first + lane, mask=inside, other=-1)
+    choice = tl.load(slot + first + lane, mask=inside, other=0)
+    tl.store(tile_expert + tile, expert)
+    tl.store(tile_first + tile, first)
+    tl.store(tile_row + tile * TOKENS + lane, token)
+    tl.store(tile_weight + tile * TOKENS + lane, tl.load(weights + token * topk + choice, mask=inside, other=0.0))
+
+
+@triton.jit(do_not_specialize=["count"])
 def _gate_up_kernel(
-    x, x_scale, w, w_scale, out, out_scale, row, slot, offsets, weights, h, f, count, topk, limit,
+    x, x_scale, w, w_scale, out, out_scale, tile_expert, tile_first, tile_token, tile_weight, h, f, count, limit,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
-    EXPERTS: tl.constexpr, PATH: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = WEIGHTS // 2
     tiles = tl.cdiv(f, HALF)
     program = tl.program_id(0)
-    expert, first, end = _find_tile(offsets, program // tiles, count, TOKENS, EXPERTS)
+    tile = program // tiles
+    expert = tl.load(tile_expert + tile)
     if expert < count:
-        pair = first + tl.arange(0, TOKENS)
-        inside = pair < end
-        token = tl.load(row + pair, mask=inside, other=0)
-        weight = tl.load(weights + token * topk + tl.load(slot + pair, mask=inside, other=0), mask=inside, other=0.0)
+        lane = tl.arange(0, TOKENS)
+        token = tl.load(tile_token + tile * TOKENS + lane)
+        weight = tl.load(tile_weight + tile * TOKENS + lane)
+        pair, inside = tl.load(tile_first + tile) + lane, token >= 0
         tile_row = loaded_rows(WEIGHTS, WARPS, PATH)
         local = program % tiles * HALF + tile_row % HALF
         w_row = (expert * 2 + tile_row // HALF).to(tl.int64) * f + local
         acc = product(
-            x, x_scale, token.to(tl.int64), h, 0, inside, w, w_scale, w_row, local < f, h, 0, h // 128,
+            x, x_scale, tl.maximum(token, 0).to(tl.int64), h, 0, inside, w, w_scale, w_row, local < f, h, 0, h // 128,
             TOKENS, WEIGHTS, WARPS, STAGES, SPANS, 1, True, PATH,
         )  # fmt: skip
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, TOKENS]), [1, 2, 0]))
@@ -108,16 +143,18 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _down_kernel(
-    x, x_scale, w, w_scale, y, offsets, h, f, count,
+    x, x_scale, w, w_scale, y, tile_expert, tile_first, tile_token, h, f, count,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr, SPANS: tl.constexpr,
-    EXPERTS: tl.constexpr, PATH: tl.constexpr,
+    PATH: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(h, WEIGHTS)
     program = tl.program_id(0)
-    expert, first, end = _find_tile(offsets, program // tiles, count, TOKENS, EXPERTS)
+    tile = program // tiles
+    expert = tl.load(tile_expert + tile)
     if expert < count:
-        pair = first + tl.arange(0, TOKENS)
-        inside = pair < end
+        lane = tl.arange(0, TOKENS)
+        pair = tl.load(tile_first + tile) + lane
+        inside = tl.load(tile_token + tile * TOKENS + lane) >= 0
         local = program % tiles * WEIGHTS + loaded_rows(WEIGHTS, WARPS, PATH)
         acc = product(
             x, x_scale, pair.to(tl.int64), f, 0, inside,
@@ -137,87 +174,90 @@ def grouped_experts(
     w2: Weight,
     limit: float,
     *,
-    expected: int | None = None,
-    tiling: Tiling | None = None,
+    tilings: tuple[Tiling, Tiling] | None = None,
 ) -> Tensor:
     """Each pair's expert applied to its row of x [m, h]: [p, h] in x.dtype; see the reference.
 
-    Rows of unused pairs hold anything. `expected` is how many pairs are likely to be used, all unless told: it
-    chooses the tiles, unless `tiling` names them. Raises UsageError for weights that are not MXFP4 or whose widths
-    are no multiples of 128.
+    Rows of unused pairs hold anything. Weights are those that `arranged` gives. `tilings`, of as many tokens each, are
+    chosen by the number of pairs unless given.
     """
-    h, f, count = x.shape[-1], w2.data.shape[-1] * 2, w2.data.shape[0]
-    if w13.storage != "mxfp4" or w2.storage != "mxfp4" or h % SPAN or f % SPAN:
-        raise UsageError(
-            f"the CUDA experts take MXFP4 weights with widths that are multiples of {SPAN}, "
-            f"not {w13.storage} {h} and {w2.storage} {f}"
-        )
-    p = len(pairs.row)
+    h, count, p = x.shape[-1], w2.shape[0], len(pairs.row)
     if not p:
         return torch.empty(p, h, dtype=x.dtype, device=x.device)
-    tiling = tiling or tiling_for((p if expected is None else expected) / count, path_of(x.device))
-    active = gate_up(round_activations(x, fp4=True), weights, pairs, w13, limit, tiling)
-    return down(active, pairs, w2, x.dtype, tiling)
+    first, second = tilings or tilings_for(p / count, path_of(x.device))
+    tiles = tiles_of(pairs, weights, count, first.tokens)
+    active = gate_up(round_activations(x, fp4=True), tiles, p, w13, limit, first)
+    return down(active, tiles, w2, x.dtype, second)
+
+
+def arranged(weight: Weight) -> Weight:
+    """A weight as the kernels here read it on its device: MXFP4 in bands, but for block-scaled MMA; others as they are.
+
+    Raises UsageError for experts that are not MXFP4 or whose width is no multiple of 128.
+    """
+    if weight.data.dim() > 2 and (weight.storage != "mxfp4" or weight.shape[-1] % SPAN):
+        raise UsageError(
+            f"the CUDA experts take MXFP4 weights with widths that are multiples of {SPAN}, "
+            f"not {weight.storage} {weight.shape[-1]}"
+        )
+    if weight.storage != "mxfp4" or path_of(weight.data.device) == BLOCK_SCALED.value:
+        return weight
+    return weight.in_bands()
+
+
+def tiles_of(pairs: Pairs, weights: Tensor, count: int, tokens: int) -> Tiles:
+    """The pairs of `count` experts in tiles of so many: as many as any split of the pairs over the experts can need."""
+    p, device = len(pairs.row), weights.device
+    number = p // tokens + min(p, count)
+    expert, first = (torch.empty(number, dtype=torch.int32, device=device) for _ in range(2))
+    row = torch.empty(number, tokens, dtype=torch.int32, device=device)
+    tiles = Tiles(expert, first, row, torch.empty(number, tokens, device=device))
+    _tiles_kernel[(number,)](
+        pairs.offsets,
+        pairs.row,
+        pairs.slot,
+        weights,
+        *tiles,
+        count,
+        weights.shape[-1],
+        TOKENS=tokens,
+        EXPERTS=triton.next_power_of_2(count),
+        num_warps=1,
+        enable_fp_fusion=True,
+    )
+    return tiles
 
 
 def gate_up(
-    x: tuple[Tensor, Tensor], weights: Tensor, pairs: Pairs, w13: Weight, limit: float, tiling: Tiling
+    x: tuple[Tensor, Tensor], tiles: Tiles, num_pairs: int, w13: Weight, limit: float, tiling: Tiling
 ) -> tuple[Tensor, Tensor]:
     """Rounded activations [m, h] to those of the pairs [p, f]: SwiGLU of the product with w13, weighted."""
-    count, h, f = w13.data.shape[0], x[0].shape[-1], w13.data.shape[1] // 2
-    path, p = path_of(x[0].device), len(pairs.row)
+    count, rows, h = w13.shape
+    path, f = path_of(x[0].device), rows // 2
     tiling = fitted(tiling, path, h)
-    active = empty_activations((p, f), x[0].device)
-    _gate_up_kernel[_grid(p, count, f, tiling.tokens, tiling.weights // 2)](
-        *x,
-        *stored_words(w13, tiling.spans),
-        *active,
-        pairs.row,
-        pairs.slot,
-        pairs.offsets,
-        weights,
-        h,
-        f,
-        count,
-        weights.shape[-1],
-        limit,
-        EXPERTS=triton.next_power_of_2(count),
-        PATH=path,
-        **tiling.options,
+    active = empty_activations((num_pairs, f), x[0].device)
+    _gate_up_kernel[(len(tiles.expert) * triton.cdiv(f, tiling.weights // 2),)](
+        *x, *stored_words(w13, tiling.spans), *active, *tiles, h, f, count, limit, PATH=path, **tiling.options
     )
     return active
 
 
-def down(active: tuple[Tensor, Tensor], pairs: Pairs, w2: Weight, dtype: torch.dtype, tiling: Tiling) -> Tensor:
+def down(active: tuple[Tensor, Tensor], tiles: Tiles, w2: Weight, dtype: torch.dtype, tiling: Tiling) -> Tensor:
     """Rounded activations of the pairs [p, f] times w2: [p, h]."""
-    count, h, f = *w2.data.shape[:2], active[0].shape[-1]
-    path, p = path_of(active[0].device), len(pairs.row)
+    count, h, f = w2.shape
+    path = path_of(active[0].device)
     tiling = fitted(tiling, path, f)
-    y = torch.empty(p, h, dtype=dtype, device=active[0].device)
-    _down_kernel[_grid(p, count, h, tiling.tokens, tiling.weights)](
-        *active,
-        *stored_words(w2, tiling.spans),
-        y,
-        pairs.offsets,
-        h,
-        f,
-        count,
-        EXPERTS=triton.next_power_of_2(count),
-        PATH=path,
-        **tiling.options,
+    y = torch.empty(len(active[0]), h, dtype=dtype, device=active[0].device)
+    _down_kernel[(len(tiles.expert) * triton.cdiv(h, tiling.weights),)](
+        *active, *stored_words(w2, tiling.spans), y, *tiles[:3], h, f, count, PATH=path, **tiling.options
     )
     return y
 
 
-def tiling_for(pairs_per_expert: float, path: int) -> Tiling:
-    """The tiles for a number of pairs per expert and a way of multiplying."""
-    usable = (pair for pair in EXPERT_TILINGS if not (pair[1].registers and path == BLOCK_SCALED.value))
-    return next(tiling for most, tiling in usable if most is None or pairs_per_expert <= most)
-
-
-def _grid(pairs: int, experts: int, columns: int, tokens: int, weights: int) -> tuple[int]:
-    """Tiles of tokens that any split of the pairs over the experts can need, times tiles of columns."""
-    return ((pairs // tokens + min(pairs, experts)) * triton.cdiv(columns, weights),)
+def tilings_for(pairs_per_expert: float, path: int) -> tuple[Tiling, Tiling]:
+    """The tiles of gate and up, and of down, for a number of pairs per expert and a way of multiplying."""
+    usable = (entry for entry in EXPERT_TILINGS if not (entry[1].registers and path == BLOCK_SCALED.value))
+    return next((first, second) for most, first, second in usable if most is None or pairs_per_expert <= most)
 
 
 @triton.jit

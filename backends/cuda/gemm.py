@@ -156,13 +156,13 @@ def product_of(x: Tensor, weight: Weight, usual: LinearTiling | None = None) -> 
     Where the columns are split, the last program of a tile to finish adds the parts in their order.
     """
     m, groups, width = x.shape
-    n = weight.data.shape[0] // groups
+    n = weight.shape[0] // groups
     y = torch.empty(m, groups, n, dtype=x.dtype, device=x.device)
     if not m:
         return y
-    path, fp4 = path_of(x.device), weight.storage == "mxfp4"
+    path, fp4 = path_of(x.device), weight.storage in ("mxfp4", "mxfp4_bands")
     usual = usual or tiling_for(m)
-    tiling = usual.chosen(weight.data.shape[0], path, width)
+    tiling = usual.chosen(weight.shape[0], path, width)
     tiles = triton.cdiv(n, tiling.weights) * groups
     splits = max(1, min(usual.programs // tiles, width // (SPAN * tiling.spans * LEAST_STEPS)))
     tiles *= triton.cdiv(m, tiling.tokens)

@@ -25,6 +25,7 @@ def linear_fp32(x: Tensor, weight: Weight) -> Tensor:
 def kernel_table() -> KernelTable:
     """Every kernel that the CUDA backend has of its own."""
     return KernelTable(
+        arranged=experts.arranged,
         linear=gemm.linear,
         linear_fp32=linear_fp32,
         linear_grouped=gemm.linear_grouped,

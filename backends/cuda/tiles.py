@@ -41,10 +41,10 @@ PORTABLE = tl.constexpr(2)
 
 _HALVES = tl.constexpr(-0x7FFF8000)
 """The sign bits of two BF16 values in a word, 0x80008000."""
-_TWO_SIGNS = tl.constexpr(-0x77FF7800)
-"""Those and the ones 4 bits below, 0x88008800."""
 _E2M1_BITS = tl.constexpr(-0x7E3F7E40)
 """What an E2M1 value can have of two BF16 values in a word, 0x81C081C0."""
+_RIGHT_BITS = tl.constexpr(0x09C009C0)
+"""Of the third and the fourth value of a half in bands, the bits that stand too far left: see `_third_and_fourth`."""
 _OFFSET = tl.constexpr(2.0**64)
 _E4M3_MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST_AMAX = tl.constexpr(SMALLEST_FP8_AMAX)
@@ -196,12 +196,16 @@ def round_activations(x: Tensor, fp4: bool, counters: Tensor | None = None) -> t
 
 
 def stored_words(weight: Weight, spans: int) -> tuple[Tensor, Tensor]:
-    """A weight's values and scales as the product loads them: bytes, or int32 with the scales of a step in a word."""
+    """A weight's values and scales as the product loads them: bytes, or int32.
+
+    Scales in bands have a word per row and 128 columns, others the scales of a step in a word.
+    """
     assert weight.scale is not None
     data, scale = weight.data.view(torch.uint8), weight.scale.view(torch.uint8)
     if path_of(data.device) == BLOCK_SCALED.value:
         return data, scale
-    return data.view(torch.int32), scale.view(torch.int32 if spans == 1 else torch.int64)
+    in_words = spans == 1 or weight.storage == "mxfp4_bands"
+    return data.view(torch.int32), scale.view(torch.int32 if in_words else torch.int64)
 
 
 @triton.jit
@@ -214,19 +218,17 @@ def loaded_rows(WEIGHTS: tl.constexpr, WARPS: tl.constexpr, PATH: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_over_bf16(word, LOW: tl.constexpr, PATH: tl.constexpr):
-    """The lower or upper two values of each half of a word with their bits apart as in BF16, the lower one 4 bits down.
+def _third_and_fourth(word, PATH: tl.constexpr):
+    """The third value of each half of a word in bands where BF16 has its bits, and the fourth 4 bits below.
 
-    Sign, exponent and mantissa keep their order in both formats, so one shift moves the rest of all values away from
-    their signs; for these two of a half, signs and rests do not collide. Subnormal values become subnormal ones.
+    Of 16 bits for four values only two can stand where a shift brings them; these two are put together of two shifts.
     """
-    signs = word << 8 if LOW else word
-    rest = word << 2 if LOW else word >> 6
+    left, right = word << 2, word >> 3
     if PATH == PORTABLE:
-        return (signs & _TWO_SIGNS) | (rest & ~_TWO_SIGNS)
-    # In PTX, or the compiler would distribute the mask of a pair over the two terms.
+        return (right & _RIGHT_BITS) | (left & ~_RIGHT_BITS)
+    # In PTX, or the compiler would distribute the masks that follow over the two terms.
     return tl.inline_asm_elementwise(
-        "lop3.b32 $0, $1, $2, 0x88008800, 0xe4;", "=r,r,r", [signs, rest], dtype=tl.int32, is_pure=True, pack=1
+        "lop3.b32 $0, $1, $2, 0x09C009C0, 0xe4;", "=r,r,r", [right, left], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
@@ -258,6 +260,34 @@ def _scaled_pair(pair, scale, PATH: tl.constexpr):
 
 
 @triton.jit
+def _factor_pair(scales, group, FP4: tl.constexpr, PATH: tl.constexpr):
+    """One of the four scales of a word as BF16, in both halves of a word: with the bias that the values lack.
+
+    The interpreter's has it in one half.
+    """
+    if PATH == PORTABLE:
+        return (((scales >> 8 * group) & 255) + (62 if FP4 else 56)) << 7
+    pick = 0x0404 + 0x1010 * group
+    if FP4:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shr.u32 t, t, 1; add.u32 $0, t, 0x1F001F00; }",
+            "=r,r,r",
+            [scales, pick],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shr.u32 t, t, 1; add.u32 $0, t, 0x1C001C00; }",
+        "=r,r,r",
+        [scales, pick],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
 def _widened(word, scale, WARPS: tl.constexpr, FP4: tl.constexpr, PATH: tl.constexpr):
     """Loaded words [weights, 16, halves] and scale words [weights] of 128 columns as BF16 [weights, 128], in order.
 
@@ -268,17 +298,14 @@ def _widened(word, scale, WARPS: tl.constexpr, FP4: tl.constexpr, PATH: tl.const
     GROUPS: tl.constexpr = N // (16 * WARPS)
     quarter = tl.arange(0, 4)[None, :, None, None]
     group = quarter if FP4 else quarter // 2 + 2 * tl.arange(0, H)[None, None, None, :]
-    exponent = (scale[:, None, None, None] >> 8 * group) & 255
-    factor = (exponent + (62 if FP4 else 56)) << 7
-    if PATH != PORTABLE:
-        factor = factor * 0x10001
+    factor = _factor_pair(scale[:, None, None, None], group, FP4, PATH)
     factor, word = tl.broadcast(factor, tl.reshape(word, [N, 4, 4, H]))
     if FP4:
-        low, high = _e2m1_over_bf16(word, True, PATH), _e2m1_over_bf16(word, False, PATH)
-        first = _scaled_pair(low << 4 & _E2M1_BITS, factor, PATH)
-        second = _scaled_pair(low & _E2M1_BITS, factor, PATH)
-        third = _scaled_pair(high << 4 & _E2M1_BITS, factor, PATH)
-        fourth = _scaled_pair(high & _E2M1_BITS, factor, PATH)
+        other = _third_and_fourth(word, PATH)
+        first = _scaled_pair(word & _E2M1_BITS, factor, PATH)
+        second = _scaled_pair(word << 3 & _E2M1_BITS, factor, PATH)
+        third = _scaled_pair(other & _E2M1_BITS, factor, PATH)
+        fourth = _scaled_pair(other << 4 & _E2M1_BITS, factor, PATH)
         pieces = tl.join(tl.join(first, third), tl.join(second, fourth))
     else:
         first = _scaled_pair(_e4m3_pair(word, True), factor, PATH)
@@ -298,22 +325,30 @@ def _widening_product(
 ):  # fmt: skip
     N: tl.constexpr = acc.shape[0]
     WORDS: tl.constexpr = 16 if FP4 else 32
-    w_at = w + w_row[:, None] * (width // 128 * WORDS) + begin * WORDS + tl.arange(0, 16)[None, :]
-    scale_at = w_scale + w_row // SCALE_ROWS * (width // (128 * SPANS)) + begin // SPANS
+    SPAN_WORDS: tl.constexpr = 8 * WORDS if FP4 else WORDS
+    if FP4:
+        place = w_row // 8 * (width // 128 * 8) + w_row % 8
+        w_at = w + place[:, None] * WORDS + begin * SPAN_WORDS + tl.arange(0, 16)[None, :]
+        scale_at = w_scale + place + begin * 8
+    else:
+        w_at = w + w_row[:, None] * (width // 128 * WORDS) + begin * WORDS + tl.arange(0, 16)[None, :]
+        scale_at = w_scale + w_row // SCALE_ROWS * (width // (128 * SPANS)) + begin // SPANS
     x_at += begin * 128
     for _ in tl.range(begin, end, SPANS, num_stages=STAGES):
-        scales = tl.load(scale_at, mask=w_inside, other=0)
+        if not FP4:
+            scales = tl.load(scale_at, mask=w_inside, other=0)
         for span in tl.static_range(SPANS):
-            word = tl.load(w_at + span * WORDS, mask=w_inside[:, None], other=0)
+            word = tl.load(w_at + span * SPAN_WORDS, mask=w_inside[:, None], other=0)
             if FP4:
                 word = tl.reshape(word, [N, 16, 1])
+                scale = tl.load(scale_at + span * 8, mask=w_inside, other=0)
             else:
                 word = tl.join(word, tl.load(w_at + span * WORDS + 16, mask=w_inside[:, None], other=0))
-            scale = (scales >> 32 * span).to(tl.int32)
+                scale = (scales >> 32 * span).to(tl.int32)
             tokens = tl.load(x_at + span * 128, mask=x_inside[:, None], other=0.0)
             acc = tl.dot(_widened(word, scale, WARPS, FP4, PATH), tl.trans(tokens), acc, input_precision="ieee")
-        w_at += SPANS * WORDS
-        scale_at += 1
+        w_at += SPANS * SPAN_WORDS
+        scale_at += SPANS * 8 if FP4 else 1
         x_at += SPANS * 128
     return acc * _OFFSET
 
@@ -350,9 +385,9 @@ def product(
 ):  # fmt: skip
     """Rows w_row of a weight [n, width] times rows x_row of activations: FP32 [weights, tokens].
 
-    The sum runs over 128s [begin, end) of columns, SPANS at a time. Activations are columns [x_column, x_column +
-    width) of a matrix of x_columns; w_row is in `loaded_rows` order; SCALE_ROWS rows of the weight share a row of
-    scales. Rows outside count as zero.
+    FP4 weights lie in bands. The sum runs over 128s [begin, end) of columns, SPANS at a time. Activations are columns
+    [x_column, x_column + width) of a matrix of x_columns; w_row is in `loaded_rows` order; SCALE_ROWS rows of the
+    weight share a row of scales. Rows outside count as zero.
     """
     acc = tl.zeros([WEIGHTS, TOKENS], tl.float32)
     x_at = x + x_row[:, None] * x_columns + x_column + tl.arange(0, 128)[None, :]

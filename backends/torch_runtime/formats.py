@@ -28,7 +28,15 @@ _SMALLEST_E4M3_SCALE = 2.0**-9
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
-WeightStorage = Literal["plain", "fp8_block", "fp8_rows", "mxfp4"]
+BAND_ROWS = 8
+BAND_COLUMNS = 128
+"""Rows and columns of a weight that lie together in `mxfp4_bands`."""
+
+_NIBBLES = ((3, 0), (7, 4), (11, 8), (15, 12))
+_IN_BANDS = ((15, 6), (12, 3), (13, 9), (14, 0))
+"""Of four E2M1 values in 16 bits, each one's sign bit and the lowest of its three other bits."""
+
+WeightStorage = Literal["plain", "fp8_block", "fp8_rows", "mxfp4", "mxfp4_bands"]
 KVStorage = Literal["fp4", "mxfp8", "bf16", "fp32"]
 
 
@@ -38,17 +46,41 @@ class Weight:
 
     `plain`: floating point, no scale. `fp8_block`: E4M3 with a UE8M0 byte per 32 x 32 [ceil(n/32), ceil(k/32)].
     `fp8_rows`: E4M3 with a byte per row and 32 columns [n, k/32]. `mxfp4`: packed E2M1 bytes [..., n, k/2] with a
-    byte per row and 32 columns [..., n, k/32].
+    byte per row and 32 columns [..., n, k/32]. `mxfp4_bands`: the same in bands of 8 rows that are cut every 128
+    columns [..., n/8, k/128, 8, 64], and so their scales [..., n/8, k/128, 8, 4], with the bits of four values in 16
+    where `_IN_BANDS` says: a warp's loads are whole lines, and widening to BF16 takes fewer instructions.
     """
 
     data: Tensor
     scale: Tensor | None = None
     storage: WeightStorage = "plain"
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., n, k], counted in numbers."""
+        shape = tuple(self.data.shape)
+        if self.storage == "mxfp4_bands":
+            return (*shape[:-4], shape[-4] * BAND_ROWS, shape[-3] * BAND_COLUMNS)
+        return (*shape[:-1], 2 * shape[-1]) if self.storage == "mxfp4" else shape
+
+    def in_bands(self) -> Weight:
+        """A weight `mxfp4`, n a multiple of 8 and k of 128, as `mxfp4_bands`: a copy."""
+        assert self.storage == "mxfp4"
+        assert self.scale is not None
+        columns = self.shape[-1] // BAND_COLUMNS
+        cut = [p.unflatten(-1, (columns, -1)).unflatten(-3, (-1, BAND_ROWS)) for p in (self.data, self.scale)]
+        data, scale = (p.transpose(-3, -2).clone(memory_format=torch.contiguous_format) for p in cut)
+        for rows in data.view(-1, BAND_ROWS * BAND_COLUMNS // 2).split(1 << 17):  # not to copy it all once more
+            rows.copy_(_moved_bits(rows, _NIBBLES, _IN_BANDS))
+        return Weight(data, scale, "mxfp4_bands")
+
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The weight as numbers [..., n, k]."""
         if self.scale is None:
             return self.data.to(dtype)
+        if self.storage == "mxfp4_bands":
+            data, scale = (part.transpose(-3, -2).flatten(-4, -3).flatten(-2) for part in (self.data, self.scale))
+            return Weight(_moved_bits(data, _IN_BANDS, _NIBBLES), scale, "mxfp4").dequantized(dtype)
         if self.storage == "fp8_block":
             n, k = self.data.shape[-2:]
             scale = e8m0(self.scale).repeat_interleave(BLOCK, -2)[..., :n, :].repeat_interleave(BLOCK, -1)[..., :k]
@@ -61,6 +93,15 @@ class Weight:
         """Bytes of values and scales."""
         scale = 0 if self.scale is None else self.scale.numel() * self.scale.element_size()
         return self.data.numel() * self.data.element_size() + scale
+
+
+def _moved_bits(packed: Tensor, source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], ...]) -> Tensor:
+    """Packed E2M1 bytes [..., 2 n], contiguous, with the bits of every four values moved from one order to another."""
+    half = packed.view(torch.int16).int()
+    moved = torch.zeros_like(half)
+    for (sign, rest), (to_sign, to_rest) in zip(source, target, strict=True):
+        moved |= (half >> sign & 1) << to_sign | (half >> rest & 7) << to_rest
+    return moved.to(torch.int16).view(torch.uint8)
 
 
 def e8m0(code: Tensor) -> Tensor:

@@ -8,9 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
+from backends.torch_runtime.formats import Weight
 from backends.torch_runtime.reference import attention, elementwise, gemm, sampling
 
 Kernel = Callable[..., Tensor]
+
+
+def as_stored(weight: Weight) -> Weight:
+    """The weight itself."""
+    return weight
 
 
 @dataclass(frozen=True)
@@ -18,9 +24,11 @@ class KernelTable:
     """One function per kernel; each is described where its reference is (`backends.torch_runtime.reference`).
 
     The default of each is that reference, in plain torch on any device. A backend replaces those that it has better
-    ones for: the same arguments, the same result up to rounding.
+    ones for: the same arguments, the same result up to rounding. `arranged` makes of each weight of a layer, once it is
+    read, what the kernels take.
     """
 
+    arranged: Callable[[Weight], Weight] = as_stored
     linear: Kernel = gemm.linear
     linear_fp32: Kernel = gemm.linear_fp32
     linear_grouped: Kernel = gemm.linear_grouped

@@ -17,6 +17,7 @@ from backends.torch_runtime.engine import CollectedStep, Delivery, Inbox, RankEn
 from backends.torch_runtime.engram import compressed_token_map, made_up_token_map
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.inputs import Track
+from backends.torch_runtime.kernels import KernelTable
 from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.weights.dummy import dummy_weights
 from backends.torch_runtime.weights.load import load_weights
@@ -100,16 +101,9 @@ class _Rank:
         self._comm = comm = Communicator(deployment.layout, context.rank, device, lockstep=tables)
         dtype = kind.dtype if source.dtype == "auto" else getattr(torch, source.dtype)
         token_map = _token_map(deployment, source)  # says what is wrong with a tokenizer before weights are read
-        weights = _weights(deployment, source, comm, dtype)
-        rank = rank_context(
-            deployment,
-            weights,
-            comm,
-            kind.kernels(dtype),
-            dtype,
-            source.max_model_len,
-            token_map,
-        )
+        kernels = kind.kernels(dtype)
+        weights = _weights(deployment, source, comm, dtype, kernels)
+        rank = rank_context(deployment, weights, comm, kernels, dtype, source.max_model_len, token_map)
         builder = StepBuilder(rank)
         executor = Executor(rank, deployment.graph())
         self._engine = RankEngine(rank, deployment, kind.launcher(rank, executor, builder, deployment), builder)
@@ -187,15 +181,17 @@ class _Reporter:
         self._changed, self._finished = set(), []
 
 
-def _weights(deployment: Deployment, source: EngineSource, comm: Communicator, dtype: torch.dtype) -> ModelWeights:
+def _weights(
+    deployment: Deployment, source: EngineSource, comm: Communicator, dtype: torch.dtype, kernels: KernelTable
+) -> ModelWeights:
     layout, model = deployment.layout, deployment.model
     part = RankPart(comm.expert.place, layout.ep, comm.rank, layout.num_ranks)
     if source.load_format == "dummy":
-        return dummy_weights(model, part, comm.device, dtype, source.seed)
+        return dummy_weights(model, part, comm.device, dtype, source.seed, arranged=kernels.arranged)
     folder = model_folder(source.model)
     if folder is None:
         raise UsageError(f"{source.model} is a model card without weights")
-    return load_weights(Path(folder), model, part, comm.device, dtype)
+    return load_weights(Path(folder), model, part, comm.device, dtype, arranged=kernels.arranged)
 
 
 def _token_map(deployment: Deployment, source: EngineSource) -> torch.Tensor | None:

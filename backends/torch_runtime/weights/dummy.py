@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from backends.torch_runtime.formats import E4M3_MAX, Weight
+from backends.torch_runtime.kernels import as_stored
 from backends.torch_runtime.weights.rank import (
     WHOLE,
     ModelWeights,
@@ -48,11 +50,12 @@ def dummy_weights(
     seed: int = 0,
     quantized: bool = True,
     engram_rows: int | None = None,
+    arranged: Callable[[Weight], Weight] = as_stored,
 ) -> ModelWeights:
     """A rank's random weights: the same for the same `seed`, device type, dtype and `quantized`.
 
-    `engram_rows` caps the rows of each whole Engram table. Raises UsageError for an unsupported model and for experts
-    that do not divide.
+    `engram_rows` caps the rows of each whole Engram table; `arranged` is the kernel table's. Raises UsageError for an
+    unsupported model and for experts that do not divide.
     """
     check_split(model, rank)
     place = torch.device(device)
@@ -65,7 +68,7 @@ def dummy_weights(
         _generate(weight, entry, rank, f"{seed}:{start}{entry.key}")
         return weight
 
-    return assemble(model, build)
+    return assemble(model, build, arranged)
 
 
 def _generate(weight: Weight, entry: Entry, rank: RankPart, name: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backends.torch_runtime.formats import BLOCK, Weight, WeightStorage
+from backends.torch_runtime.kernels import as_stored
 from backends.torch_runtime.weights.quantize import to_storage
 from backends.torch_runtime.weights.rank import (
     WHOLE,
@@ -45,17 +46,18 @@ def load_weights(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     quantize: bool = False,
+    arranged: Callable[[Weight], Weight] = as_stored,
 ) -> ModelWeights:
     """A rank's weights of the checkpoint in a folder; plain tensors as `dtype`, or FP32 where the schema says so.
 
-    Only what the rank holds is read. A checkpoint without scales loads plain, or quantised as released with `quantize`.
-    A model without a draft leaves the draft's tensors unread. Raises UsageError for a folder without safetensors,
-    another architecture, a truncated file, missing, unknown, misshapen or mistyped tensors, and experts that do not
-    divide.
+    `arranged` is the kernel table's. Only what the rank holds is read. A checkpoint without scales loads plain, or
+    quantised as released with `quantize`. A model without a draft leaves the draft's tensors unread. Raises UsageError
+    for a folder without safetensors, another architecture, a truncated file, missing, unknown, misshapen or mistyped
+    tensors, and experts that do not divide.
     """
     _check_architecture(folder)
     with FolderSource(folder) as source:
-        return _read(source, model, rank, torch.device(device), dtype, quantize)
+        return _read(source, model, rank, torch.device(device), dtype, quantize, arranged)
 
 
 def from_released(
@@ -67,7 +69,7 @@ def from_released(
     quantize: bool = False,
 ) -> ModelWeights:
     """The same of tensors in memory by their released names; nothing of the result shares their memory."""
-    return _read(TensorSource(tensors), model, rank, torch.device(device), dtype, quantize)
+    return _read(TensorSource(tensors), model, rank, torch.device(device), dtype, quantize, as_stored)
 
 
 def _check_architecture(folder: Path) -> None:
@@ -80,7 +82,13 @@ def _check_architecture(folder: Path) -> None:
 
 
 def _read(
-    source: Source, model: ModelSpec, rank: RankPart, device: torch.device, dtype: torch.dtype, quantize: bool
+    source: Source,
+    model: ModelSpec,
+    rank: RankPart,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: bool,
+    arranged: Callable[[Weight], Weight],
 ) -> ModelWeights:
     check_split(model, rank)
     is_quantized = check(source, model)
@@ -92,7 +100,7 @@ def _read(
             _fill(weight, piece, entry, source, is_quantized)
         return weight
 
-    return assemble(model, build)
+    return assemble(model, build, arranged)
 
 
 @dataclass(frozen=True)

@@ -116,11 +116,16 @@ def of_expert(weight: Weight, place: int) -> Weight:
     return Weight(weight.data[place], None if weight.scale is None else weight.scale[place], weight.storage)
 
 
-def assemble(model: ModelSpec, build: Callable[[Entry, str], Weight]) -> ModelWeights:
-    """A rank's weights, each as `build` makes it of its entry and of what the entry's released names start with."""
+def assemble(
+    model: ModelSpec, build: Callable[[Entry, str], Weight], arranged: Callable[[Weight], Weight]
+) -> ModelWeights:
+    """A rank's weights, each as `build` makes it of its entry and of what the entry's released names start with.
+
+    Those of layers are `arranged` one by one: the memory of only one is taken twice.
+    """
     embed, norm, head = (build(entry, "").data for entry in ends(model))
     layers = tuple(
-        {entry.key: build(entry, prefix(model, layer)) for entry in layer_entries(model, layer)}
+        {entry.key: arranged(build(entry, prefix(model, layer))) for entry in layer_entries(model, layer)}
         for layer in all_layers(model)
     )
     return ModelWeights(embed, norm, head, layers)
