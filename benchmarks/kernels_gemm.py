@@ -258,8 +258,8 @@ def check(rows: int, local: Experts) -> None:
 
     def routed(m: int) -> tuple[gemm.Pairs, Tensor]:
         pairs = gemm.sort_pairs(ids[:m], 0, LOCAL)
-        tilings = experts.tilings_for(rows * TOPK / LOCAL, path_of(x.device))
-        return pairs, gemm.grouped_experts(x[:m], weights[:m], pairs, local.w13, local.w2, LIMIT, tilings=tilings)
+        tiling = experts.tiling_for(rows * TOPK / LOCAL, path_of(x.device))
+        return pairs, gemm.grouped_experts(x[:m], weights[:m], pairs, local.w13, local.w2, LIMIT, tiling=tiling)
 
     pairs, y = routed(rows)
     expected = reference.sort_pairs(ids, 0, LOCAL)

@@ -24,7 +24,8 @@ from backends.cuda.tiles import BLOCK_SCALED, PORTABLE, SPAN, WIDEN, Tiling, fit
 from backends.torch_runtime.formats import Weight, rounded_fp8
 from deepinfer.errors import UsageError
 
-FP32_ERROR = 1e-5
+FP32_ERROR = 3e-5
+"""The tensor cores cut FP32 sums off instead of rounding them, 512 times over the widest product."""
 SPILLED = 16
 """Bytes of a thread's stack: four registers."""
 LIMIT = 10.0
@@ -130,8 +131,7 @@ def check_experts(
     ids = torch.rand(m, count + 2, device=device).topk(topk, -1).indices.int() - 1
     w13, w2 = fp4_weight(count, 2 * f, h, device=device), fp4_weight(count, h, f, device=device)
     pairs, stacks = gemm.sort_pairs(ids, 0, count), (experts.arranged(w13), experts.arranged(w2))
-    tilings = tiling and (tiling, tiling)
-    total = gemm.sum_pairs(gemm.grouped_experts(x, weights, pairs, *stacks, LIMIT, tilings=tilings), pairs.position)
+    total = gemm.sum_pairs(gemm.grouped_experts(x, weights, pairs, *stacks, LIMIT, tiling=tiling), pairs.position)
     expected = torch.zeros(m, h, dtype=torch.float64, device=device)
     for e in range(count):
         row, slot = (ids == e).nonzero(as_tuple=True)
@@ -195,11 +195,9 @@ def test_weights_that_the_experts_cannot_take_are_refused() -> None:
 
 def test_capped_registers_are_for_hopper() -> None:
     for pairs in (1, 12, 13, 32, 33, 64, 65, 4096):
-        first, second = experts.tilings_for(pairs, BLOCK_SCALED.value)
-        assert first.registers == second.registers == 0
-        assert first.tokens == second.tokens
-    assert experts.tilings_for(32, WIDEN.value)[0].registers
-    assert not experts.tilings_for(33, WIDEN.value)[0].registers
+        assert experts.tiling_for(pairs, BLOCK_SCALED.value).registers == 0
+    assert experts.tiling_for(32, WIDEN.value).registers
+    assert not experts.tiling_for(33, WIDEN.value).registers
     usual = gemm.tiling_for(64)
     assert usual.chosen(132 * 128, WIDEN.value, 1280) == usual.tiling
     assert usual.chosen(132 * 128 + 1, WIDEN.value, 1280) == usual.crowded
@@ -229,11 +227,11 @@ KERNELS = {
     "linear small": (gemm._linear_kernel, gemm.LINEAR_TILINGS[0].tiling, {**LINEAR, "SPLITS": 4}),
     "linear large": (gemm._linear_kernel, gemm.LINEAR_TILINGS[-1].tiling, {**LINEAR, "SPLITS": 1}),
     "gate and up": (experts._gate_up_kernel, experts.EXPERT_TILINGS[0][1], {}),
-    "down, few": (experts._down_kernel, experts.EXPERT_TILINGS[0][2], {}),
+    "down, few": (experts._down_kernel, experts.EXPERT_TILINGS[0][1], {}),
     "linear crowded": (gemm._linear_kernel, CROWDED, {**LINEAR, "SPLITS": 1}),
     "gate and up, capped": (experts._gate_up_kernel, experts.EXPERT_TILINGS[1][1], {}),
-    "down, capped": (experts._down_kernel, experts.EXPERT_TILINGS[1][2], {}),
-    "down": (experts._down_kernel, experts.EXPERT_TILINGS[-1][2], {}),
+    "down, capped": (experts._down_kernel, experts.EXPERT_TILINGS[1][1], {}),
+    "down": (experts._down_kernel, experts.EXPERT_TILINGS[-1][1], {}),
 }
 
 

@@ -38,18 +38,14 @@ from backends.torch_runtime.reference.gemm import Pairs
 from deepinfer.errors import UsageError
 
 EXPERT_TILINGS = (
-    (
-        12,
-        Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2),
-        Tiling(tokens=16, weights=128, warps=4, stages=3),
-    ),
-    (32, *2 * (Tiling(tokens=32, weights=128, warps=8, stages=3, spans=2, registers=128),)),
-    (64, *2 * (Tiling(tokens=64, weights=128, warps=8, stages=4),)),
-    (None, *2 * (Tiling(tokens=128, weights=128, warps=8, stages=4),)),
+    (12, Tiling(tokens=16, weights=64, warps=4, stages=3, spans=2)),
+    (32, Tiling(tokens=32, weights=128, warps=8, stages=3, spans=2, registers=128)),
+    (64, Tiling(tokens=64, weights=128, warps=8, stages=4)),
+    (None, Tiling(tokens=128, weights=128, warps=8, stages=4)),
 )
-"""Tiles of gate and up, and of down, by the most pairs per expert that they are for; the last for any number. Those
-that cap registers are not for block-scaled MMA, whose accumulators lie elsewhere. Chosen on an H200 from those that
-`benchmarks/kernels_gemm.py --sweep` tries (torch 2.11, Triton 3.6)."""
+"""Tiles by the most pairs per expert that they are for; the last for any number. Those that cap registers are not for
+block-scaled MMA, whose accumulators lie elsewhere. Chosen on an H200 from those that `benchmarks/kernels_gemm.py
+--sweep` tries (torch 2.11, Triton 3.6)."""
 
 
 class Tiles(NamedTuple):
@@ -174,20 +170,20 @@ def grouped_experts(
     w2: Weight,
     limit: float,
     *,
-    tilings: tuple[Tiling, Tiling] | None = None,
+    tiling: Tiling | None = None,
 ) -> Tensor:
     """Each pair's expert applied to its row of x [m, h]: [p, h] in x.dtype; see the reference.
 
-    Rows of unused pairs hold anything. Weights are those that `arranged` gives. `tilings`, of as many tokens each, are
-    chosen by the number of pairs unless given.
+    Rows of unused pairs hold anything. Weights are those that `arranged` gives. The number of pairs chooses the
+    tiles, unless `tiling` names them.
     """
     h, count, p = x.shape[-1], w2.shape[0], len(pairs.row)
     if not p:
         return torch.empty(p, h, dtype=x.dtype, device=x.device)
-    first, second = tilings or tilings_for(p / count, path_of(x.device))
-    tiles = tiles_of(pairs, weights, count, first.tokens)
-    active = gate_up(round_activations(x, fp4=True), tiles, p, w13, limit, first)
-    return down(active, tiles, w2, x.dtype, second)
+    tiling = tiling or tiling_for(p / count, path_of(x.device))
+    tiles = tiles_of(pairs, weights, count, tiling.tokens)
+    active = gate_up(round_activations(x, fp4=True), tiles, p, w13, limit, tiling)
+    return down(active, tiles, w2, x.dtype, tiling)
 
 
 def arranged(weight: Weight) -> Weight:
@@ -254,10 +250,10 @@ def down(active: tuple[Tensor, Tensor], tiles: Tiles, w2: Weight, dtype: torch.d
     return y
 
 
-def tilings_for(pairs_per_expert: float, path: int) -> tuple[Tiling, Tiling]:
-    """The tiles of gate and up, and of down, for a number of pairs per expert and a way of multiplying."""
-    usable = (entry for entry in EXPERT_TILINGS if not (entry[1].registers and path == BLOCK_SCALED.value))
-    return next((first, second) for most, first, second in usable if most is None or pairs_per_expert <= most)
+def tiling_for(pairs_per_expert: float, path: int) -> Tiling:
+    """The tiles for a number of pairs per expert and a way of multiplying."""
+    usable = (pair for pair in EXPERT_TILINGS if not (pair[1].registers and path == BLOCK_SCALED.value))
+    return next(tiling for most, tiling in usable if most is None or pairs_per_expert <= most)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from backends.cuda.exchange import OneSidedExchange
 from backends.torch_runtime.context import RankContext, StepContext
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.inputs import PromptRows
@@ -42,6 +43,7 @@ class GraphLauncher:
         self._graph_rows = graph_rows
         self._eager = EagerLauncher(rank, executor, builder)
         self._pool = torch.cuda.graph_pool_handle()
+        rank.comm.one_sided = OneSidedExchange.between(rank.comm.expert, rank.state.device)
         self._captured: dict[tuple[int, int], _Captured] = {}
 
     def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:

@@ -7,8 +7,9 @@ small host values go through gloo beside it, whatever the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, cast
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -62,13 +63,22 @@ def split_rows(total: int, ranks: int, rank: int) -> range:
     return range(min(rank * each, total), min((rank + 1) * each, total))
 
 
+class OneSided(Protocol):
+    """A device's own way of exchanging equal parts within the expert group, for messages that it takes."""
+
+    def __call__(self, columns: Sequence[Tensor], back: bool) -> list[Tensor] | None:
+        """See `Communicator.exchange_equal`; None for messages that are not for it, on all ranks."""
+        ...
+
+
 class Communicator:
     """Groups and collectives of one rank of an engine.
 
     Made by all ranks at once, in a torch.distributed world of exactly the layout's ranks; an engine of one rank needs
     none. All ranks of a group call its collectives in the same order. The first use of a group connects it: use it once
     before capturing a CUDA graph. With `lockstep` all ranks of the engine step together, not only those that share
-    experts or a replica: tables spread over the engine answer every rank in every step.
+    experts or a replica: tables spread over the engine answer every rank in every step. `one_sided` is None until a
+    backend sets it.
     """
 
     def __init__(self, layout: ParallelLayout, rank: int, device: torch.device, lockstep: bool = False) -> None:
@@ -80,6 +90,7 @@ class Communicator:
         self.replica = groups.make("replica", transport)
         self.expert = groups.make("expert", transport)
         self.engine = groups.make("engine", transport)
+        self.one_sided: OneSided | None = None
         # Apart from the rows' groups, which a step in flight may be using while the host agrees on the next.
         self.step = groups.make("engine" if lockstep else "step", "gloo", purpose="host")
         self._engine_hosts = groups.make("engine", "gloo", purpose="host")
@@ -148,6 +159,14 @@ class Communicator:
         received = torch.empty_like(mine)
         dist.all_to_all_single(received, mine, group=self.expert.group)
         return _rows_like(received, x)
+
+    def exchange_equal(self, columns: Sequence[Tensor], back: bool = False) -> list[Tensor]:
+        """`all_to_all_equal` of several columns of the same rows; there, then `back`, in turns.
+
+        What it returns may be overwritten by the next exchange in the same direction.
+        """
+        found = None if self.one_sided is None else self.one_sided(columns, back)
+        return [self.all_to_all_equal(column) for column in columns] if found is None else found
 
     def engram_rows(self, ids: Tensor, table: Tensor, total_rows: int | None = None) -> Tensor:
         """Rows [m, k, ...] of a table that is split over the engine, for ids [m, k] int64 (any number of each rank).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +59,7 @@ def dispatch(call: Call, ffn_in: Tensor, routing: Routing) -> Dispatched:
     plan = _exchange(call, routing.ids // local)
     place = plan.source.clamp_min(0)
     ids = torch.where(plan.source[:, None] >= 0, routing.ids[place], -1)
-    x, weights, ids = (_send(call, column, plan) for column in (ffn_in[place], routing.weights[place], ids))
+    x, weights, ids = _send(call, (ffn_in[place], routing.weights[place], ids), plan)
     first = comm.expert.place * local
     return Dispatched(x, weights, call.kernels.sort_pairs(ids, first, local), plan)
 
@@ -85,17 +85,19 @@ def combine(call: Call, results: tuple[Dispatched, Tensor]) -> Tensor:
         return summed
     comm = call.rank.comm
     if plan.equal:
-        back = comm.all_to_all_equal(summed.unflatten(0, (comm.expert.size, -1))).flatten(0, 1)
+        (back,) = comm.exchange_equal([summed.unflatten(0, (comm.expert.size, -1))], back=True)
+        back = back.flatten(0, 1)
     else:
         back = comm.all_to_all_rows(summed, plan.received, plan.sent)
     return call.kernels.sum_pairs(back, plan.slot)
 
 
-def _send(call: Call, x: Tensor, plan: Exchange) -> Tensor:
+def _send(call: Call, columns: Sequence[Tensor], plan: Exchange) -> list[Tensor]:
     comm = call.rank.comm
     if plan.equal:
-        return comm.all_to_all_equal(x.unflatten(0, (comm.expert.size, -1)).contiguous()).flatten(0, 1)
-    return comm.all_to_all_rows(x, plan.sent, plan.received)
+        parts = [x.unflatten(0, (comm.expert.size, -1)) for x in columns]
+        return [x.flatten(0, 1) for x in comm.exchange_equal(parts)]
+    return [comm.all_to_all_rows(x, plan.sent, plan.received) for x in columns]
 
 
 def _exchange(call: Call, owner: Tensor) -> Exchange:

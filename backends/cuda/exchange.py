@@ -1,0 +1,104 @@
+"""One-sided exchange of equal parts between a host's GPUs: each rank writes into the others' memory, then all meet.
+
+NCCL's all-to-all takes 9 to 17 us for the rows of a decode step; writing them takes 2 to 3 and meeting 3
+(`benchmarks/exchange_speed.py`, two H200). Memory is torch's symmetric memory, without NVLink multicast.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: disable-error-code="import-untyped"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from backends.torch_runtime.comm import Peers
+
+CAPACITY = 32 << 20
+"""Bytes that a rank can receive at once; there is room for two such messages."""
+_ALIGNMENT = 128
+_WORDS = 4096
+
+
+@triton.jit(do_not_specialize=["place"])
+def _push_kernel(x, buffers, start, words, place, BLOCK: tl.constexpr):
+    """Part i of x, `words` int32, to `start` + `place` parts into the i-th buffer."""
+    peer = tl.program_id(1)
+    buffer = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(tl.int32)), 16)
+    buffer += start + tl.cast(place, tl.int64) * words
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + peer.to(tl.int64) * words + word, mask=word < words)
+    tl.store(buffer + word, value, mask=word < words)
+
+
+def push(x: Tensor, buffers: Tensor, start: int, place: int) -> None:
+    """x int32 [ranks, words], contiguous: x[i] to the memory at address buffers[i] (int64), in words from `start`."""
+    ranks, words = x.shape
+    _push_kernel[(triton.cdiv(words, _WORDS), ranks)](
+        x, buffers, start, words, place, BLOCK=_WORDS, num_warps=8, enable_fp_fusion=True
+    )
+
+
+class OneSidedExchange:
+    """Exchanges of a group of ranks, in turns: a message `there`, then one `back`, each with a half of the memory.
+
+    So a rank that writes a message there has met all others since they read the last one from that half, and what an
+    exchange returns stays until the next in its direction. Everything runs on the current stream and can be captured.
+    """
+
+    def __init__(self, peers: Peers, device: torch.device, capacity: int = CAPACITY) -> None:
+        # Torch would set multicast up with the memory, which nothing here uses.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        import torch.distributed._symmetric_memory as symmetric
+
+        assert peers.group is not None
+        self._peers, self._capacity = peers, capacity
+        self._memory = symmetric.empty(2 * capacity, dtype=torch.uint8, device=device)
+        self._handle: Any = symmetric.rendezvous(self._memory, peers.group)
+        self._buffers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+
+    @classmethod
+    def between(cls, peers: Peers, device: torch.device) -> OneSidedExchange | None:
+        """The exchange of a group, if its GPUs can write into each other's memory. All ranks call it together."""
+        if peers.group is None or not all(
+            rank == peers.ranks[peers.place] or torch.cuda.can_device_access_peer(device, _device_of(rank, device))
+            for rank in peers.ranks
+        ):
+            return None
+        return cls(peers, device)
+
+    def __call__(self, columns: Sequence[Tensor], back: bool) -> list[Tensor] | None:
+        """Each column [ranks, rows, ...] as `Communicator.all_to_all_equal` exchanges it; None if they are too large.
+
+        Rows whose bytes are no multiple of 4 are not taken either.
+        """
+        starts, end = [], 0
+        for column in columns:
+            starts.append(end)
+            end += -(-column.numel() * column.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if end > self._capacity or any(math.prod(c.shape[1:]) * c.element_size() % 4 for c in columns):
+            return None
+        half = self._capacity if back else 0
+        received = []
+        for column, start in zip(columns, starts, strict=True):
+            if column.numel():
+                words = column.contiguous().view(torch.uint8).view(len(column), -1).view(torch.int32)
+                push(words, self._buffers, (half + start) // 4, self._peers.place)
+            size = column.numel() * column.element_size()
+            mine = self._memory[half + start : half + start + size]
+            received.append(mine.view(column.dtype).view(column.shape))
+        self._handle.barrier(channel=0)
+        return received
+
+
+def _device_of(rank: int, device: torch.device) -> torch.device:
+    """The GPU of a rank: ranks of an engine are those of one host, in order."""
+    return torch.device(device.type, rank % torch.cuda.device_count())
