@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backends.cuda.attention import sparse_attention
 from backends.cuda.indexer import index_scores
-from backends.cuda.selection import candidate_blocks, select_topk
+from backends.cuda.selection import candidate_blocks, entry_records, select_topk
 from backends.torch_runtime.formats import KVStorage, record_bytes
 from backends.torch_runtime.views import EntryView, WindowView
 
@@ -114,7 +114,7 @@ def attention_case(m: int, storage: KVStorage, context: int = 32768, entries: bo
     for _ in range(SETS if m <= 256 else 2):
         q = torch.randn(m, HEADS, DIM, device=DEVICE, dtype=torch.bfloat16)
         selected = torch.randint(0, context, (m, TOPK), dtype=torch.int32, device=DEVICE)
-        view = EntryView(main, table, slot, selected) if entries else None
+        view = EntryView(main, entry_records(selected, table, slot, PER_BLOCK)) if entries else None
         calls.append(lambda q=q, view=view: sparse_attention(q, sink, DIM**-0.5, window, view))  # type: ignore[misc]
     chosen = TOPK if entries else 0
     per_row = WINDOW * ring.shape[-1] + chosen * (main.shape[-1] + 4) + 2 * 2 * HEADS * DIM

@@ -53,6 +53,7 @@ def relative_error(got, want) -> float:
 
 def attention_arguments(draw, m, heads, dim, storage, per_block, topk):
     """Rows of every kind: full and short windows in ring, buffer and both, few and all entries, no key at all."""
+    from backends.cuda.selection import entry_records
     from backends.torch_runtime.views import EntryView, WindowView
 
     slots, ring_len, context = 5, WINDOW + 6, topk * 2
@@ -68,7 +69,17 @@ def attention_arguments(draw, m, heads, dim, storage, per_block, topk):
     if m > 2:
         high[1], last[1], selected[1] = low[1], first[1], -1
     view = WindowView(ring, buffer, slot, low, high, first, last)
-    return draw(m, heads, dim), draw(heads) * 3, view, EntryView(main, table, slot, selected)
+    records = entry_records(selected, table, slot, per_block)
+    assert torch.equal(records, records_by_definition(selected, table, slot, per_block))
+    return draw(m, heads, dim), draw(heads) * 3, view, EntryView(main, records)
+
+
+def records_by_definition(selected, table, slot, per_block):
+    rows = zip(selected.tolist(), slot.tolist(), strict=True)
+    found = [
+        [int(table[s, e // per_block]) * per_block + e % per_block if e >= 0 else -1 for e in es] for es, s in rows
+    ]
+    return torch.tensor(found, dtype=torch.int32, device=selected.device)
 
 
 def attention_by_rows(q, sink, scale, window, entries, storage):
@@ -82,9 +93,8 @@ def attention_by_rows(q, sink, scale, window, entries, storage):
         near = [*ring, *window.buffer[int(window.buf_lo[i]) : int(window.buf_hi[i])]]
         keys = [decode_record(record, row.shape[-1], storage, "window") for record in near]
         if entries is not None:
-            table, per_block = entries.block_table[int(entries.slot[i])], entries.main.shape[1]
-            for entry in (int(e) for e in entries.selected[i] if e >= 0):
-                record = entries.main[int(table[entry // per_block]), entry % per_block]
+            for place in (int(r) for r in entries.records[i] if r >= 0):
+                record = entries.main[place // entries.main.shape[1], place % entries.main.shape[1]]
                 keys.append(decode_record(record, row.shape[-1], storage, "main"))
         if not keys:
             rows.append(torch.zeros_like(row))
@@ -256,7 +266,7 @@ ATTENTION = {
     **dict.fromkeys(("sink", "partial", "statistics"), FULL),
     **dict.fromkeys(("ring", "buffer", "main"), P8),
     **dict.fromkeys(("window_slot", "ring_lo", "ring_hi", "buf_lo", "buf_hi"), P32),
-    **dict.fromkeys(("block_table", "entry_slot", "selected"), P32),
+    "records": P32,
     "scale": "fp32",
 }
 SCORES = {"q": HALF, "weights": FULL, "keys": P8, "scores": FULL} | dict.fromkeys(
@@ -273,12 +283,12 @@ def compiled_kernels(architecture: int):
     matrix = r"wgmma\.mma_async" if wgmma else r"tcgen05\.mma"
     tiling, scoring = attention.HOPPER if wgmma else attention.BLACKWELL, indexer.SCORING
     window = -(-attention.MAX_WINDOW // tiling.tile)
-    common = {"DIM": 512, "RING_LEN": 134, "PER_BLOCK": 128, "WINDOW_BYTES": 528, "TOPK": 512, "TILE": tiling.tile}
+    common = {"DIM": 512, "RING_LEN": 134, "WINDOW_BYTES": 528, "TOPK": 512, "TILE": tiling.tile}
     common |= {"WINDOW_TILES": window, "NATIVE": True, "WGMMA": wgmma, "HEADS": 64}
     for storage, split in (("fp4", False), ("mxfp8", True))[: 2 if wgmma else 1]:
         own = {"FP4": storage == "fp4", "MAIN_BYTES": 288 if storage == "fp4" else 528, "ENTRIES": True, "SPLIT": split}
         # The sums of a row fill half of the registers; what else a tile needs at once does not quite fit.
-        stack = 640 if wgmma else 768
+        stack = 400 if wgmma else 768
         kernel = attention._attention_kernel
         yield f"attention-{storage}", kernel, ATTENTION, common | own, tiling.num_warps, stack, matrix
     merge = {"DIM": 512, "TILES": window + -(-512 // tiling.tile), "HEADS": 64, "COLUMNS": tiling.merge_columns}

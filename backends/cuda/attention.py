@@ -141,12 +141,6 @@ def _store_columns(at, even, odd, mask):
     tl.store(at + column, both.to(at.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _record_of(entry, block, PER_BLOCK: tl.constexpr):
-    """Which record of the main cache an entry is, int32; -1 for none."""
-    return tl.where(entry >= 0, block * PER_BLOCK + entry % PER_BLOCK, -1)
-
-
 @triton.jit(do_not_specialize=["one"])
 def _attention_kernel(
     q,
@@ -161,18 +155,14 @@ def _attention_kernel(
     buf_lo,
     buf_hi,
     main,
-    block_table,
-    entry_slot,
-    selected,
+    records,
     out,
     partial,
     statistics,
     heads,
-    max_blocks,
     topk,
     DIM: tl.constexpr,
     RING_LEN: tl.constexpr,
-    PER_BLOCK: tl.constexpr,
     WINDOW_BYTES: tl.constexpr,
     MAIN_BYTES: tl.constexpr,
     FP4: tl.constexpr,
@@ -195,7 +185,7 @@ def _attention_kernel(
     window_end = tl.minimum(tl.cdiv(num_window, TILE), WINDOW_TILES)
     entry_start = 0
     entry_end = 0
-    chosen = selected + row * topk
+    chosen = records + row * topk
     if ENTRIES:
         at = tl.arange(0, TOPK)
         used = tl.load(chosen + at, mask=at < topk, other=-1) >= 0
@@ -231,27 +221,15 @@ def _attention_kernel(
             (q0, q1, q2, q3), kv, place < num_window, scale, one, sums, weight, top, NATIVE, WGMMA
         )
     if ENTRIES:
-        # A record hangs on two loads before its own. Ahead of the tile at hand there are: the entries of the tile after
-        # next, the blocks of the next, and its records on their way to the L2 cache.
-        table = block_table + tl.maximum(tl.load(entry_slot + row), 0).to(tl.int64) * max_blocks
+        # Ahead of the tile at hand there are the next one's records, on their way to the L2 cache.
         place = entry_start * TILE + key
-        entry = tl.load(chosen + place, mask=place < topk, other=-1)
-        block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
-        record = _record_of(entry, block, PER_BLOCK)
-        if not SPLIT:
-            entry = tl.load(chosen + place + TILE, mask=place + TILE < topk, other=-1)
+        record = tl.load(chosen + place, mask=place < topk, other=-1)
         for tile in tl.range(entry_start, entry_end, num_stages=1):
             live = record >= 0
-            codes = main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES
-            if SPLIT:
-                kv = decoded(codes, live, DIM, FP4, NATIVE)
-            else:
-                block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
-                place = (tile + 2) * TILE + key
-                later = tl.load(chosen + place, mask=place < topk, other=-1)
-                kv = decoded(codes, live, DIM, FP4, NATIVE)
-                record = _record_of(entry, block, PER_BLOCK)
-                entry = later
+            kv = decoded(main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES, live, DIM, FP4, NATIVE)
+            if not SPLIT:
+                place = (tile + 1) * TILE + key
+                record = tl.load(chosen + place, mask=place < topk, other=-1)
                 if NATIVE:
                     prefetch(main + tl.maximum(record, 0).to(tl.int64) * MAIN_BYTES, MAIN_BYTES, 4 if FP4 else 8)
             sums, weight, top = _attend((q0, q1, q2, q3), kv, live, scale, one, sums, weight, top, NATIVE, WGMMA)
@@ -332,7 +310,7 @@ def sparse_attention(
     native = is_native(_attention_kernel)
     wgmma = native and torch.cuda.get_device_capability(q.device)[0] == 9
     tiling = tiling or (HOPPER if wgmma else BLACKWELL)
-    topk = 0 if entries is None else entries.selected.shape[1]
+    topk = 0 if entries is None else entries.records.shape[1]
     window_tiles, entry_tiles = triton.cdiv(MAX_WINDOW, tiling.tile), triton.cdiv(topk, tiling.tile)
     tiles, groups = window_tiles + entry_tiles, triton.cdiv(heads, HEADS)
     split = m <= tiling.split_below
@@ -355,11 +333,9 @@ def sparse_attention(
         shares,
         statistics,
         heads,
-        0 if entries is None else entries.block_table.shape[1],
         topk,
         DIM=dim,
         RING_LEN=window.ring.shape[1],
-        PER_BLOCK=1 if entries is None else entries.main.shape[1],
         WINDOW_BYTES=window.ring.shape[-1],
         MAIN_BYTES=0 if entries is None else entries.main.shape[-1],
         FP4=fp4,
@@ -391,8 +367,7 @@ def sparse_attention(
     return out
 
 
-def _entry_arguments(entries: EntryView | None, window: WindowView) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _entry_arguments(entries: EntryView | None, window: WindowView) -> tuple[Tensor, Tensor]:
     if entries is None:
-        # Never read: the kernel is compiled without entries.
-        return window.ring, window.slot, window.slot, window.slot
-    return entries.main, entries.block_table, entries.slot, entries.selected.contiguous()
+        return window.ring, window.slot  # never read: the kernel is compiled without entries
+    return entries.main, entries.records.contiguous()

@@ -141,26 +141,45 @@ def power_of_two(exponent):
 
 
 @triton.jit
-def _codes(record, live, PART: tl.constexpr, DIM: tl.constexpr, FP4: tl.constexpr):
-    """Codes and scales of half PART of the records at n addresses, zeros where not live."""
+def _parts(COUNT: tl.constexpr, NATIVE: tl.constexpr):
+    """0 to COUNT - 1, of which the compiler does not know that they follow one another.
+
+    If it did, it would load several words of scales into one thread, and send them through shared memory to those that
+    need them. As it is, the thread that loads 16 codes or pairs of codes loads their scales.
+    """
+    part = tl.arange(0, COUNT)
+    if NATIVE:
+        part = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [part], dtype=tl.int32, is_pure=True, pack=1)
+    return part[None, :]
+
+
+@triton.jit
+def _codes(record, live, PART: tl.constexpr, DIM: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr):
+    """Codes [n, DIM / 4] and words of scales [n, DIM / 64] of half PART of the records at n addresses.
+
+    A code is a byte and a word two scales, or a pair of bytes and one scale. Zeros where not live.
+    """
     mask = live[:, None]
     near = tl.arange(0, DIM // 4)[None, :]
+    part = _parts(DIM // 64, NATIVE)
     if FP4:
         codes = tl.load(record[:, None] + PART * (DIM // 4) + near, mask=mask, other=0)
-        at = record[:, None] + (DIM // 2 + PART * (DIM // 32)) + tl.arange(0, DIM // 32)[None, :]
+        scales = (record + (DIM // 2 + PART * (DIM // 32))).to(tl.pointer_type(tl.uint16))
     else:
         pairs = record.to(tl.pointer_type(tl.uint16))[:, None] + PART * (DIM // 4)
         codes = tl.load(pairs + near, mask=mask, other=0)
-        at = record[:, None] + (DIM + PART * (DIM // 64)) + tl.arange(0, DIM // 64)[None, :]
-    return codes, tl.load(at, mask=mask, other=0)
+        scales = record + (DIM + PART * (DIM // 64))
+    return codes, tl.load(scales[:, None] + part, mask=mask, other=0)
 
 
 @triton.jit
 def _unpacked(codes, scale, FP4: tl.constexpr, NATIVE: tl.constexpr):
     """Even and odd columns of half a record, BF16 [n, DIM / 4], 2^-8 of their value."""
     if FP4:
-        factor = scale.to(tl.float8e4nv, bitcast=True).to(tl.float32) * _E2M1_SCALE
-        even, odd = unpack_e2m1(codes, spread(factor.to(tl.bfloat16), 8), NATIVE)
+        code = (scale.to(tl.int32)[:, :, None] >> 8 * tl.arange(0, 2)[None, None, :]) & 255
+        factor = (code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * _E2M1_SCALE).to(tl.bfloat16)
+        wide = tl.broadcast_to(factor[:, :, :, None], (codes.shape[0], scale.shape[1], 2, 8))
+        even, odd = unpack_e2m1(codes, tl.reshape(wide, codes.shape), NATIVE)
     else:
         even, odd = unpack_e4m3(codes, spread(power_of_two(scale.to(tl.int32) + _E4M3_EXPONENT), 16), NATIVE)
     return even, odd
@@ -169,10 +188,10 @@ def _unpacked(codes, scale, FP4: tl.constexpr, NATIVE: tl.constexpr):
 @triton.jit
 def decoded(record, live, DIM: tl.constexpr, FP4: tl.constexpr, NATIVE: tl.constexpr):
     """Four quarters of the records at n addresses: even and odd columns of the first half, then of the second."""
-    # Both halves are under way before the first is needed.
-    codes0, scale0 = _codes(record, live, 0, DIM, FP4)
-    codes1, scale1 = _codes(record, live, 1, DIM, FP4)
+    # One half after the other: both at once would fill the registers.
+    codes0, scale0 = _codes(record, live, 0, DIM, FP4, NATIVE)
     even0, odd0 = _unpacked(codes0, scale0, FP4, NATIVE)
+    codes1, scale1 = _codes(record, live, 1, DIM, FP4, NATIVE)
     even1, odd1 = _unpacked(codes1, scale1, FP4, NATIVE)
     return even0, odd0, even1, odd1
 

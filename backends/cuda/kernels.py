@@ -7,7 +7,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from backends.cuda import attention, elementwise, experts, gemm, hyper_connections, indexer, records, routing, sampling
+from backends.cuda import (
+    attention,
+    elementwise,
+    experts,
+    gemm,
+    hyper_connections,
+    indexer,
+    records,
+    routing,
+    sampling,
+    selection,
+)
 from backends.torch_runtime.formats import Weight
 from backends.torch_runtime.kernels import KernelTable
 
@@ -38,6 +49,7 @@ def kernel_table() -> KernelTable:
         index_scores=partial(indexer.index_scores, pad=False),  # selection looks at visible columns only
         select_topk=indexer.select_topk,
         candidate_blocks=indexer.candidate_blocks,
+        entry_records=selection.entry_records,
         hc_enter=hyper_connections.hc_enter,
         hc_expand=hyper_connections.hc_expand,
         hc_leave=hyper_connections.hc_leave,

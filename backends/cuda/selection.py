@@ -175,3 +175,40 @@ def _select(
             )
         first, keys, entries, choices, columns = False, out_keys, out_entries, segments * k, segments * k
     return entries
+
+
+@triton.jit
+def _records_kernel(
+    entries, block_table, slots, records, k, max_blocks, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    table = block_table + tl.maximum(tl.load(slots + row), 0).to(tl.int64) * max_blocks
+    entry = tl.load(entries + row * k + place, mask=place < k, other=-1)
+    block = tl.load(table + tl.maximum(entry, 0) // PER_BLOCK, mask=entry >= 0, other=0)
+    record = tl.where(entry >= 0, block * PER_BLOCK + entry % PER_BLOCK, -1)
+    tl.store(records + row * k + place, record, mask=place < k)
+
+
+def entry_records(entries: Tensor, block_table: Tensor, slot: Tensor, per_block: int) -> Tensor:
+    """Where entries int32 [m, k] of each row's slot lie: indices int32 into blocks x per_block records, -1 for none.
+
+    Entry e of slot s lies at [block_table[s, e // per_block], e % per_block].
+    """
+    m, k = entries.shape
+    records = torch.empty_like(entries)
+    if records.numel():
+        block = min(512, triton.next_power_of_2(k))
+        _records_kernel[(m, triton.cdiv(k, block))](
+            entries,
+            block_table,
+            slot,
+            records,
+            k,
+            block_table.shape[1],
+            PER_BLOCK=per_block,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return records

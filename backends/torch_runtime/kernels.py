@@ -41,6 +41,7 @@ class KernelTable:
     index_scores: Kernel = attention.index_scores
     select_topk: Kernel = attention.select_topk
     candidate_blocks: Kernel = attention.candidate_blocks
+    entry_records: Kernel = attention.entry_records
     hc_enter: Callable[..., tuple[Any, Tensor]] = elementwise.hc_enter
     hc_expand: Kernel = elementwise.hc_expand
     hc_leave: Callable[..., tuple[Tensor, Tensor]] = elementwise.hc_leave

@@ -29,12 +29,9 @@ class WindowView:
 class EntryView:
     """The selected global entries of each of m rows.
 
-    `main` uint8 [num_blocks, entries per block, record bytes]; entry e of slot s lies at
-    [block_table[s, e // per_block], e % per_block]. `block_table` int32 [num_slots, max_blocks], `slot` int32 [m],
-    `selected` int32 [m, topk <= 512], -1 where there is none.
+    `main` uint8 [num_blocks, entries per block, record bytes]; `records` int32 [m, topk <= 512] says which of its
+    num_blocks x entries per block records, -1 where there is none.
     """
 
     main: Tensor
-    block_table: Tensor
-    slot: Tensor
-    selected: Tensor
+    records: Tensor

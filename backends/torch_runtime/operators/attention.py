@@ -166,15 +166,18 @@ def index_score(call: Call, q: Tensor, weights: Tensor, global_kv: Any) -> Tenso
 
 
 def topk(call: Call, scores: Tensor) -> Tensor:
-    """Entries int32 [m, topk] that each row attends to; the candidate layer also chooses its blocks."""
-    a, numerics, step, k = call.attention, call.rank.numerics, call.step, call.kernels
+    """Records int32 [m, topk] that each row attends to; the candidate layer also chooses its blocks."""
+    a, numerics, step, k, state = call.attention, call.rank.numerics, call.step, call.kernels, call.rank.state
     assert a.topk is not None
-    visible = call.view.visible(call.rank.state, a.ratio)
+    assert a.kv_owner is not None
+    visible = call.view.visible(state, a.ratio)
     candidates = step.selected.get("candidates") if a.index_limit is not None else None
     if call.spec.index == numerics.candidate_layer:
         blocks = min(numerics.candidate_blocks, -(-scores.shape[1] // numerics.candidate_block))
         step.selected["candidates"] = k.candidate_blocks(scores, visible, blocks, numerics.candidate_block)
-    return k.select_topk(scores, visible, a.topk, candidates, numerics.candidate_block)
+    entries = k.select_topk(scores, visible, a.topk, candidates, numerics.candidate_block)
+    # Caches of the same ratio are paged alike: other layers find the same records in theirs.
+    return k.entry_records(entries, state.block_table, call.view.local.slot, state.main[a.kv_owner].shape[1])
 
 
 def attention_decode(call: Call, q: Tensor, window_kv: Tensor, global_kv: Any, selected: Tensor | None) -> Tensor:
@@ -219,7 +222,7 @@ def _attend(call: Call, q: Tensor, window_kv: Tensor, selected: Tensor | None, r
     if a.ratio:
         assert a.kv_owner is not None
         assert selected is not None
-        entries = EntryView(state.main[a.kv_owner], state.block_table, view.local.slot[rows], selected[rows])
+        entries = EntryView(state.main[a.kv_owner], selected[rows])
     return call.kernels.sparse_attention(
         q[rows], call.weights["attn.attn_sink"].data, a.head_dim**-0.5, window, entries
     )

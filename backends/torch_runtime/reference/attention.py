@@ -100,6 +100,15 @@ def candidate_blocks(scores: Tensor, visible: Tensor, num_blocks: int, block: in
     return select_topk(best, visible, num_blocks)
 
 
+def entry_records(entries: Tensor, block_table: Tensor, slot: Tensor, per_block: int) -> Tensor:
+    """Where entries int32 [m, k] of each row's slot lie: indices int32 into blocks x per_block records, -1 for none.
+
+    Entry e of slot s lies at [block_table[s, e // per_block], e % per_block]; `block_table` int32 [slots, max_blocks].
+    """
+    valid = entries >= 0
+    return torch.where(valid, _places(block_table, slot, torch.where(valid, entries, 0).long(), per_block), -1).int()
+
+
 def storage_of(width: int, dim: int, kind: Literal["window", "main", "index"]) -> KVStorage:
     """The storage whose records of `dim` numbers have `width` bytes."""
     return next(s for s in _STORAGES if record_bytes(s, dim, kind) == width)
@@ -140,16 +149,18 @@ def _window_keys(window: WindowView, rows: slice, q: Tensor) -> tuple[Tensor, Te
 def _entry_keys(entries: EntryView | None, rows: slice, q: Tensor) -> tuple[Tensor, Tensor] | None:
     if entries is None:
         return None
-    dim, selected = q.shape[-1], entries.selected[rows]
-    valid = selected >= 0
-    records = _paged(entries.main, entries.block_table, entries.slot[rows], selected, valid)
+    dim, chosen = q.shape[-1], entries.records[rows]
+    valid = chosen >= 0
+    records = entries.main.flatten(0, 1)[chosen.clamp_min(0).long()]
     keys = decode_record(records, dim, storage_of(entries.main.shape[-1], dim, "main"), "main")
     return torch.where(valid[..., None], keys, 0.0), valid
 
 
 def _paged(cache: Tensor, block_table: Tensor, slot: Tensor, entry: Tensor, valid: Tensor) -> Tensor:
     """Records [m, n, bytes] of entries [m, n] of each row's slot, by its block table."""
-    per_block = cache.shape[1]
-    entry = torch.where(valid, entry, 0).long()
+    return cache.flatten(0, 1)[_places(block_table, slot, torch.where(valid, entry, 0).long(), cache.shape[1])]
+
+
+def _places(block_table: Tensor, slot: Tensor, entry: Tensor, per_block: int) -> Tensor:
     block = block_table[slot.long()].long().gather(1, entry // per_block)
-    return cache.flatten(0, 1)[block * per_block + entry % per_block]
+    return block * per_block + entry % per_block
