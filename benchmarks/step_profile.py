@@ -10,7 +10,9 @@ whole beside them.
 from __future__ import annotations
 
 import argparse
+import bisect
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +46,9 @@ from deepinfer.model.hf import parse_config
 from deepinfer.sampling.params import SamplingParams
 from deepinfer.sampling.stop import StopChecker
 from deepinfer.scheduler.step import PrefillChunk
+
+MARK = "op "
+"""What the names of operators begin with among those of kernels."""
 
 
 def main() -> None:
@@ -182,28 +187,47 @@ def report(bench: Bench, step: StepContext, shape: StepShape, bandwidth: float, 
         moved = float(work.bytes_read) + float(work.bytes_written)
         least[operator.name] += max(moved / bandwidth, float(work.flops) / rate)
         count[operator.name] += 1
-    averages = found.key_averages()
-    rows: list[tuple[float, str]] = []
-    for event in averages:
-        if event.key.startswith("op "):
-            rows.append((event.device_time_total / 1e6, event.key[3:]))
-    total = sum(seconds for seconds, _ in rows)
+    on_device = [
+        (event.name, event.time_range.start, event.time_range.end)
+        for event in found.events()
+        if event.device_type != torch.autograd.DeviceType.CPU
+    ]
+    seconds = seconds_by_operator(on_device)
+    total = sum(seconds.values())
     print(f"operators: {total * 1e3:.3f} ms of kernels; at least {sum(least.values()) * 1e3:.3f} ms by bytes and FLOPs")
     print(f"{'operator':24}{'count':>6}{'ms':>9}{'least ms':>10}{'share':>7}")
-    for seconds, name in sorted(rows, reverse=True)[:top]:
-        share = least[name] / seconds if seconds else 0.0
-        print(f"{name:24}{count[name]:6}{seconds * 1e3:9.3f}{least[name] * 1e3:10.3f}{share:7.0%}")
+    for name, time in seconds.most_common(top):
+        print(f"{name:24}{count[name]:6}{time * 1e3:9.3f}{least[name] * 1e3:10.3f}{least[name] / time:7.0%}")
     kernels = sorted(
-        ((e.self_device_time_total / 1e3, e.count, e.key) for e in averages if not e.key.startswith(("op ", "aten::"))),
+        (
+            (e.self_device_time_total / 1e3, e.count, e.key)
+            for e in found.key_averages()
+            if not e.key.startswith((MARK, "aten::", "cu"))
+        ),
         reverse=True,
     )
     for milliseconds, calls, name in [k for k in kernels if k[0]][:top]:
         print(f"  {milliseconds:8.3f} ms {calls:5} x {name[:90]}")
 
 
+def seconds_by_operator(events: Sequence[tuple[str, float, float]]) -> Counter[str]:
+    """Seconds of kernels within each operator, of a device's (name, start us, end us): spans of marks hold kernels.
+
+    The spans themselves are longer: a step that is not captured leaves the device idle between its kernels.
+    """
+    spans = sorted((start, end, name.removeprefix(MARK)) for name, start, end in events if name.startswith(MARK))
+    starts = [start for start, _, _ in spans]
+    seconds: Counter[str] = Counter()
+    for name, start, end in events:
+        place = bisect.bisect_right(starts, start) - 1
+        if not name.startswith(MARK) and place >= 0 and start < spans[place][1]:
+            seconds[spans[place][2]] += (end - start) * 1e-6
+    return seconds
+
+
 def _named(name: str, code: Any) -> Any:
     def run(*arguments: Any) -> Any:
-        with record_function("op " + name):
+        with record_function(MARK + name):
             return code(*arguments)
 
     return run
