@@ -26,7 +26,9 @@ from tiny_engine import (
     undecided_weights,
 )
 
+from backends.torch_runtime.engine import Inbox
 from backends.torch_runtime.executor import Executor
+from backends.torch_runtime.inputs import Track
 from backends.torch_runtime.kernels import KernelTable
 from backends.torch_runtime.runner import TorchRunner
 from backends.torch_runtime.serving import block_hashes
@@ -36,6 +38,8 @@ from backends.torch_runtime.weights.save import save_checkpoint
 from deepinfer.engine.runner import EngineSource, GenerationRequest, GenerationRun, Pacing
 from deepinfer.model.hf import load_model
 from deepinfer.sampling.params import SamplingParams
+from deepinfer.sampling.stop import StopChecker
+from deepinfer.scheduler.request import Request
 
 MODEL = tiny_model(**QUICK)
 PLAIN = dummy_weights(MODEL, dtype=torch.float32, quantized=False)
@@ -139,6 +143,19 @@ def test_shared_blocks_are_found_read_and_not_written() -> None:
     assert 1e-6 < divergence(first, hit) < 0.01 < 0.5 < divergence(first, cold.distributions(0)[0])
 
 
+def test_the_prefix_cache_lasts_from_run_to_run() -> None:
+    """The same tokens as the first time, of what the first run left; a run that is cut off leaves nothing."""
+    prompts = [random_prompt(1, 4 * BLOCK_TOKENS + 9), random_prompt(2, 3 * BLOCK_TOKENS + 1)]
+    hashes = [block_hashes(prompt, BLOCK_TOKENS) for prompt in prompts]
+    lasting = engine(PLAIN, prefix_cache=True)
+    runs = [lasting.serve(prompts, max_tokens=2, hashes=hashes) for _ in range(3)]
+    assert [run.num_hit_tokens for run in runs] == [0, 7 * BLOCK_TOKENS, 7 * BLOCK_TOKENS]
+    assert runs[1].tokens == runs[2].tokens
+    track = Track(SamplingParams(max_tokens=9), 0, 9, prompts[0][:9], StopChecker(SamplingParams(), ()))
+    lasting.engine.serve({0: track}, Inbox([(0.0, Request(0, 9, 9, ()))], None), stop_s=0.0)
+    assert lasting.serve(prompts, max_tokens=2, hashes=hashes).num_hit_tokens == 0
+
+
 def _hit(prompts: Sequence[Sequence[int]], rows: int) -> Served:
     """Serve two prompts that share four blocks, one after the other; assert what happens to the blocks."""
     warm = engine(PLAIN, prefix_cache=True, max_tokens_per_step=rows, nextn=1, max_num_seqs=2)
@@ -227,7 +244,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchRunner]:
     (folder / "tokenizer.json").write_text(tiny_tokenizer().to_str())
     del config["quantization_config"]
     save_checkpoint(folder, MODEL, PLAIN, config, 1 << 30)
-    deployment = tiny_deployment(load_model(str(folder)), num_blocks=12, nextn=3)
+    deployment = tiny_deployment(load_model(str(folder)), num_blocks=12, nextn=3, prefix_cache=False)
     source = EngineSource(str(folder), "auto", "float32", 0, 256)
     found = TorchRunner(deployment, source, "backends.cpu.backend:HOST")
     yield found

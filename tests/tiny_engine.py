@@ -180,7 +180,7 @@ class TinyEngine:
             checkers.append(HeardChecker(sampling, eos))
             tracks[i] = Track(sampling, i, len(prompt), list(prompt), checkers[i])
             requests.append((0.0, Request(i, len(prompt), sampling.max_tokens, hashes[i] if hashes else ())))
-        _, steps, scheduler = self.engine.serve(tracks, Inbox(requests, concurrency), None, on_delivery)
+        _, steps, counts = self.engine.serve(tracks, Inbox(requests, concurrency), None, on_delivery)
         for track, checker in zip(tracks.values(), checkers, strict=True):
             heard = checker.heard if track.stop is None else checker.heard[: len(track.generated)]
             assert heard == track.generated, "a checker was given other tokens than were delivered"
@@ -189,8 +189,8 @@ class TinyEngine:
             [track.generated for track in tracks.values()],
             [track.logprobs for track in tracks.values()],
             steps,
-            scheduler.num_hit_tokens,
-            scheduler.num_preemptions,
+            counts.num_hit_tokens,
+            counts.num_preemptions,
         )
 
 

@@ -58,6 +58,14 @@ class CollectedStep(NamedTuple):
     kept: int
 
 
+class PrefixCounts(NamedTuple):
+    """Preemptions of a run, prompt tokens that it found in the prefix cache, and prompt tokens in all."""
+
+    num_preemptions: int
+    num_hit_tokens: int
+    num_prompt_tokens: int
+
+
 class _Ticket(NamedTuple):
     plan: StepPlan | None
     outputs: Outputs
@@ -123,16 +131,17 @@ class Inbox:
 class RankEngine:
     """Serves the requests of one replica on one rank; the ranks of a replica do the same, each its part.
 
-    `tracks` are by request id. `on_delivery` is called after every committed step.
+    The prefix cache lasts from one run to the next, unless a run was cut off.
     """
 
     def __init__(self, rank: RankContext, deployment: Deployment, launcher: StepLauncher, builder: StepBuilder) -> None:
         self._rank, self._deployment = rank, deployment
         self._launcher, self._builder = launcher, builder
         # The cache may hold fewer blocks than memory would: those that the longest requests can use.
-        self.scheduler_config: SchedulerConfig = replace(
+        self._scheduler_config: SchedulerConfig = replace(
             deployment.scheduler_config(), num_blocks=rank.state.shape.num_blocks
         )
+        self.scheduler = Scheduler(self._scheduler_config)
         self._keep = deployment.settings.keep_tokens if deployment.settings.replay != "off" else None
         self._ngram = rank.engram.hashing.max_ngram if rank.engram else 1
         self._rows = rank.state.shape.rows_per_request
@@ -143,10 +152,11 @@ class RankEngine:
         inbox: Inbox,
         stop_s: float | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
-    ) -> tuple[list[Delivery], list[CollectedStep], Scheduler]:
+    ) -> tuple[list[Delivery], list[CollectedStep], PrefixCounts]:
         """Run until every request of the step group has ended, or `stop_s` seconds have passed.
 
-        Requests that have not ended then are left as they are.
+        Requests that have not ended then are left as they are. `tracks` are by request id; `on_delivery` is called
+        after every committed step.
         """
         self._tracks, self._inbox, self._on_delivery = tracks, inbox, on_delivery
         self._stop_s, self._is_over = stop_s, False
@@ -157,9 +167,9 @@ class RankEngine:
         self.deliveries: list[Delivery] = []
         self.steps: list[CollectedStep] = []
         self._busy_until_s = 0.0
-        self._scheduler = Scheduler(self.scheduler_config)
+        before = _counts(self.scheduler)
         self._start = time.perf_counter()
-        core = run_engine([self._scheduler], self._deployment.settings.async_scheduling)
+        core = run_engine([self.scheduler], self._deployment.settings.async_scheduling)
         wish: Wish = next(core)
         while not self._is_over:
             try:
@@ -168,7 +178,10 @@ class RankEngine:
                 break
         for ticket in self._tickets.values():  # of a run that was cut off
             ticket.outputs.wait()
-        return self.deliveries, self.steps, self._scheduler
+        counts = PrefixCounts(*(after - was for after, was in zip(_counts(self.scheduler), before, strict=True)))
+        if self._is_over:
+            self.scheduler = Scheduler(self._scheduler_config)
+        return self.deliveries, self.steps, counts
 
     @property
     def _now(self) -> float:
@@ -291,7 +304,7 @@ class RankEngine:
     def _accepted(self, number: int, request_id: int, kept: _Kept, stopped: list[int]) -> _Kept:
         """What is kept up to the token that ends the request, if one does; nothing of a run preempted since."""
         track = self._tracks[request_id]
-        preempted = number < track.void_before or request_id in self._scheduler.unreported_preemptions
+        preempted = number < track.void_before or request_id in self.scheduler.unreported_preemptions
         if track.finished or preempted:
             return kept.first(0)
         kept = kept.first(track.params.max_tokens - len(track.generated))
@@ -330,3 +343,7 @@ class RankEngine:
         context = int(plan.decode.contexts.sum()) if plan is not None and decodes else 0
         step = SubmittedStep(seconds, ended_s, decodes, decodes * self._rows, rows, context)
         self.steps.append(CollectedStep(ended_s, step, kept))
+
+
+def _counts(scheduler: Scheduler) -> PrefixCounts:
+    return PrefixCounts(scheduler.num_preemptions, scheduler.num_hit_tokens, scheduler.num_prompt_tokens)

@@ -28,7 +28,6 @@ from deepinfer.engine.runner import EngineSource, FinishReason, GenerationReques
 from deepinfer.errors import UsageError
 from deepinfer.model.folder import eos_token_ids, model_folder, tokenizer_file
 from deepinfer.scheduler.request import Request
-from deepinfer.scheduler.scheduler import Scheduler
 
 _REPORT_EVERY_S = 0.1
 
@@ -117,15 +116,14 @@ class _Rank:
         concurrency = message.pacing.concurrency
         serving = min(replicas, concurrency or replicas)  # a replica without a place would never finish
         mine = {i: r for i, r in enumerate(message.requests) if i % serving == replica}
-        scheduler = Scheduler(self._engine.scheduler_config)
         wanted = {i: _engine_request(i, r, self._deployment.settings.block_tokens) for i, r in mine.items()}
-        fitting = {i: request for i, request in wanted.items() if scheduler.fits(request)}
+        fitting = {i: request for i, request in wanted.items() if self._engine.scheduler.fits(request)}
         tracks = {i: self._track(mine[i]) for i in fitting}
         share = None if concurrency is None else concurrency // serving + (replica < concurrency % serving)
         inbox = Inbox([(mine[i].arrival_s, request) for i, request in fitting.items()], share)
         report = _Reporter(channel, tracks) if place == 0 else None
         self._comm.agree_max(0)  # start together
-        deliveries, steps, scheduler = self._engine.serve(tracks, inbox, message.pacing.stop_s, report)
+        deliveries, steps, counts = self._engine.serve(tracks, inbox, message.pacing.stop_s, report)
         if report is not None:
             report.flush()
         ends_s = [step.at_s for step in steps[-1:]] + [delivery.at_s for delivery in deliveries[-1:]]
@@ -134,7 +132,7 @@ class _Rank:
         if place:
             return ReplicaResult(group, wall_s)
         ends = {i: _end(tracks[i]) for i in fitting}
-        tokens = self._deployment.settings.block_tokens * self._engine.scheduler_config.num_blocks
+        tokens = self._deployment.settings.block_tokens * self._engine.scheduler.config.num_blocks
         ends |= {i: _ignored(mine[i], tokens) for i in wanted.keys() - fitting.keys()}
         return ReplicaResult(
             group,
@@ -143,9 +141,7 @@ class _Rank:
             inbox.let_in_s,
             deliveries,
             steps,
-            scheduler.num_preemptions,
-            scheduler.num_hit_tokens,
-            scheduler.num_prompt_tokens,
+            *counts,
         )
 
     def _track(self, request: GenerationRequest) -> Track:
