@@ -54,6 +54,11 @@ class StepShape:
         return sum((s.count * s.rows for s in self.sequences), 0.0)
 
     @cached_property
+    def prompt_rows(self) -> Num:
+        """Those of them that are prompts'."""
+        return sum((s.count * s.rows for s in self.prefill), 0.0)
+
+    @cached_property
     def kept_rows(self) -> Num:
         """Rows computed by the bounded layers."""
         return sum((s.count * s.kept_rows for s in self.sequences), 0.0)

@@ -165,13 +165,12 @@ def _draft_step(case: Case, get: Parameters) -> Timed:
     draft = case.model.draft
     if draft is None:
         raise UsageError(f"model {case.model.name} has no draft module")
-    graph = build_graph(
-        case.model, case.layout, case.cluster, GraphFeatures("decode", nextn=1, expert_load=case.expert_load)
-    )
+    drafts = draft.max_drafts if draft.kind == "dspark" else 1
+    features = GraphFeatures("decode", nextn=drafts, expert_load=case.expert_load)
+    graph = build_graph(case.model, case.layout, case.cluster, features)
     blocks = tuple(b for b in graph.blocks if b.name.startswith("draft"))
     requests = get("requests", "batch") / case.replicas
-    drafts = float(draft.max_drafts if draft.kind == "dspark" else 1)
-    decode = Sequences.decoding(max(requests, 1.0), drafts, get("kv_len"))
+    decode = Sequences.decoding(max(requests, 1.0), float(drafts), get("kv_len"))
     shape = StepShape(decode, mean_rows=requests * (1.0 + drafts))
     return ExecutionGraph("draft pass", blocks), shape
 

@@ -135,27 +135,24 @@ def _draft_rows(call: Call) -> None:
 
 
 def draft_lm_head(call: Call, carry: Streams, ffn_out: Tensor, shared_out: Tensor) -> Tensor:
-    """FP32 logits [n, block, vocab] of the draft rows, before what the token before each says."""
+    """FP32 logits [n, nextn, vocab] of the positions to draw, before what the token before each says."""
     rank = call.rank
     norm = rank.draft_heads["norm"].data
-    hidden, normed = call.kernels.hc_leave(carry, ffn_out, shared_out, norm, rank.numerics.rms_norm_eps)
-    call.step.outputs["draft_hidden"] = hidden.unflatten(0, (-1, rank.draft.block_size))
-    logits: Tensor = call.kernels.linear_fp32(normed, rank.head).unflatten(0, (-1, rank.draft.block_size))
+    both = call.kernels.hc_leave(carry, ffn_out, shared_out, norm, rank.numerics.rms_norm_eps)
+    hidden, normed = (rows.unflatten(0, (-1, rank.draft.block_size))[:, : rank.nextn] for rows in both)
+    call.step.outputs["draft_hidden"] = hidden
+    logits: Tensor = call.kernels.linear_fp32(normed.flatten(0, 1), rank.head).unflatten(0, (-1, rank.nextn))
     return logits
 
 
-def draft_markov_embedding(call: Call, drafted: Any) -> Tensor | None:
-    """Embeddings [n, rank] of the tokens before the position that is drafted; None for one that nobody verifies."""
+def draft_markov_embedding(call: Call, drafted: Any) -> Tensor:
+    """Embeddings [n, rank] of the tokens before the position that is drawn."""
     del drafted  # in the state: the newest token, then what was drafted so far
-    if call.position >= call.rank.nextn:
-        return None
     return call.rank.draft_heads["markov_head.embed"].data[_before(call).long()]
 
 
-def draft_markov_bias(call: Call, markov: Tensor | None) -> Tensor | None:
+def draft_markov_bias(call: Call, markov: Tensor) -> Tensor:
     """What the token before says about the next one: FP32 [n, vocab]."""
-    if markov is None:
-        return None
     weights = call.rank.draft_heads
     hidden = call.step.outputs["draft_hidden"][:, call.position]
     both = torch.cat((wide(hidden), wide(markov).to(wide(hidden).dtype)), 1)
@@ -165,10 +162,8 @@ def draft_markov_bias(call: Call, markov: Tensor | None) -> Tensor | None:
     return call.kernels.linear_fp32(markov, weights[_BIAS])
 
 
-def draft_markov_sample(call: Call, logits: Tensor, bias: Tensor | None) -> Tensor | None:
+def draft_markov_sample(call: Call, logits: Tensor, bias: Tensor) -> Tensor:
     """The likeliest token of this position: greedy drafts are verified without loss at any temperature."""
-    if bias is None:
-        return None
     drafted = (logits[:, call.position] + bias).argmax(-1).int()
     state, slots = call.rank.state, call.step.draft_slots
     assert slots is not None

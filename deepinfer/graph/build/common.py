@@ -226,14 +226,17 @@ def all_reduce_operator(
 def gather_kv_operator(
     ctx: BuildContext, ops: OperatorList, name: str, view: View, entry_bytes: float, slot: str
 ) -> None:
-    """All-gather of the new rows' KV over the cp ranks of a replica: every rank keeps the whole cache."""
+    """All-gather of the prompts' KV over the cp ranks of a replica, which divide their rows among themselves.
+
+    A decoding request is one rank's: the others have no use for its rows' KV.
+    """
     cp = ctx.cp
     if cp > 1:
         ops.collective(
             name,
             OpKind.ALL_GATHER,
             (slot, slot),
-            lambda s: ctx.link_bytes(view(s).rows * entry_bytes, cp),
+            lambda s: ctx.link_bytes(view(s).prompt_rows * entry_bytes, cp),
             cp,
             "all_gather",
         )

@@ -60,11 +60,14 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
     blocks = [Block("draft input", tuple(ops.operators))]
     blocks += [Block("draft layer", layer(view).operators, is_layer=True)] * len(draft.layers)
 
+    # The pass computes the whole block; tokens are drawn for the positions that will be verified.
+    drawn = min(ctx.features.nextn, draft.block_size)
     ops = OperatorList("draft_")
-    logits_operators(ctx, ops, ctx.rows(view), "streams ffn_out shared_out", "draft_logits")
+    rows = ctx.rows(lambda s: s.drafting(float(drawn)))
+    logits_operators(ctx, ops, rows, "streams ffn_out shared_out", "draft_logits")
     blocks.append(Block("draft head", tuple(ops.operators)))
     position = _markov_position(ctx, draft.markov_rank, lambda s: ctx.split(view(s).rows / draft.block_size))
-    return blocks + [Block("draft position", position)] * draft.block_size
+    return blocks + [Block("draft position", position)] * drawn
 
 
 def _markov_position(ctx: BuildContext, rank: int, count: RowsOf) -> tuple[Operator, ...]:
