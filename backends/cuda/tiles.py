@@ -204,6 +204,7 @@ def stored_words(weight: Weight, spans: int) -> tuple[Tensor, Tensor]:
     data, scale = weight.data.view(torch.uint8), weight.scale.view(torch.uint8)
     if path_of(data.device) == BLOCK_SCALED.value:
         return data, scale
+    assert weight.storage != "mxfp4", "MXFP4 weights are read in bands"
     in_words = spans == 1 or weight.storage == "mxfp4_bands"
     return data.view(torch.int32), scale.view(torch.int32 if in_words else torch.int64)
 
