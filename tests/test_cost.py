@@ -426,6 +426,19 @@ def test_latent_attention_against_published_h800_kernels(batch: int, context: in
     assert within(float(predicted), measured_s, 1.25)
 
 
+# SGLang's GB300 long-context blog: FMHA in FP8 over a prompt of 131,072, 128 heads. The fit ends at 32,768.
+PROMPT_ATTENTION_128K = [("gb200-nvl72", 277e-3), ("gb300-nvl72", 205e-3)]
+
+
+@pytest.mark.parametrize(("hardware", "measured_s"), PROMPT_ATTENTION_128K)
+def test_attention_of_a_long_prompt_against_published_kernels(hardware: str, measured_s: float) -> None:
+    tokens, heads = 131_072.0, 128
+    attention = Operator("attention", OpKind.ATTENTION_PREFILL, (), (), lambda _: Work())
+    read, written = 2.0 * tokens * heads * (192 + 320), 2.0 * tokens * heads * 128
+    work = Work(640.0 * heads * tokens**2 / 2, "fp8", read, written, tokens / 2)
+    assert within(float(CostModel(load_hardware(hardware)).cost(attention, work).seconds), measured_s, 1.2)
+
+
 # The same, prefill on 32 ranks: contiguous products of 8 local experts.
 PROMPT_EXPERTS_H800 = [(8, 4096, 1431e-6, 755e-6), (8, 8192, 3166e-6, 1568e-6), (8, 16_384, 5280e-6, 3024e-6)]
 

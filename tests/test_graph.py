@@ -38,7 +38,7 @@ MODELS = [V41, V3, V32, FLASH, PRO, KIMI, QWEN]
 KEEP = 140.0
 CONTEXTS = [4096, 16_384, 65_536, 131_072, 262_144, 1_048_576]
 ONE = ParallelLayout()
-EVEN, UNSKEWED = ExpertLoad(balanced=True), ExpertLoad(sigma=0.0, drift=0.0)
+EVEN, UNSKEWED = ExpertLoad(balanced=True), ExpertLoad(sigma=0.0, drift=0.0, text_spread=0.0)
 Select = Callable[[Operator], bool]
 
 
@@ -448,6 +448,27 @@ def test_routing_noise_against_a_simulation(ep: int, tokens: int) -> None:
         load = np.bincount((experts // (192 // ep)).ravel(), minlength=ep)
         ratios.append(load.max() / load.mean())
     assert float(busiest_over_mean(tokens * 8.0, ep)) == pytest.approx(np.mean(ratios), rel=0.03)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 6)), min_size=1, max_size=4))
+def test_companions_against_counting(groups: list[tuple[int, int]]) -> None:
+    """Pairs of different rows of one request, over the rows."""
+    requests = [rows for count, rows in groups for _ in range(count)]
+    pairs = sum(1 for rows in requests for a in range(rows) for b in range(rows) if a != b)
+    sequences = tuple(Sequences(float(c), float(r), 0.0, float(r), 1.0) for c, r in groups)
+    assert StepShape(None, sequences).companions == pytest.approx(pairs / sum(requests))
+
+
+def test_longer_prompts_load_experts_less_evenly_and_single_rows_as_independent_ones_do() -> None:
+    found = {}
+    for length in (1.0, 1024.0, 4096.0):
+        shape = StepShape(None, (Sequences(8192.0 / length, length, 0.0, length, 0.0),))
+        for spread in (0.0, 3.0):
+            load = ExpertLoad(sigma=0.0, drift=0.0, text_spread=spread)
+            built = graph("deepseek-v3", ParallelLayout(dp=16, ep=16), load=load)
+            found[length, spread] = flops(built, shape, lambda o: o.name == "experts")
+    assert found[1.0, 3.0] == found[1.0, 0.0] == found[4096.0, 0.0]
+    assert found[1.0, 3.0] < found[1024.0, 3.0] < found[4096.0, 3.0]
 
 
 @pytest.mark.parametrize("ep", [2, 8, 16])

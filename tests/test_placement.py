@@ -11,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.cost.compose import step_cost
+from deepinfer.cost.model import CostModel
+from deepinfer.engine.deployment import fit_to_hardware
 from deepinfer.errors import UsageError
+from deepinfer.graph.build import GraphFeatures, build_graph
+from deepinfer.graph.shape import Sequences, StepShape
+from deepinfer.hardware.spec import ClusterSpec, load_hardware
 from deepinfer.layout.memory import weight_items
 from deepinfer.layout.parallel import ParallelLayout
 from deepinfer.layout.placement import (
@@ -24,6 +30,7 @@ from deepinfer.layout.placement import (
     placement_skew,
     rank_loads,
     replicate,
+    text_variance,
 )
 from deepinfer.model.hf import load_model
 from deepinfer.model.spec import MoE
@@ -159,6 +166,40 @@ def test_popularity_has_the_measured_gini() -> None:
 def test_drift_leaves_what_was_measured_after_eplb() -> None:
     """TensorRT-LLM's wide-EP blog: (max - mean) / mean of 0.109 over 32 ranks with 288 slots for R1."""
     assert placement_skew(256, 8, 288, 32, ExpertLoad()) == pytest.approx(1.109, abs=0.01)
+
+
+@pytest.mark.parametrize(("texts", "ep", "slots"), [(8, 8, 64), (64, 32, 288), (512, 32, 288), (64, 16, 256)])
+def test_few_texts_load_ranks_unevenly_as_a_simulation_does(texts: int, ep: int, slots: int) -> None:
+    """Each text loads each slot by a gamma draw of its own; rows are too many for sampling noise."""
+    spread, rng = 1.5, np.random.default_rng(4)
+    loads = rng.gamma(spread**-2, spread**2, size=(300, texts, slots)).mean(axis=1).reshape(300, ep, -1).sum(axis=2)
+    simulated = (loads.max(axis=1) / loads.mean(axis=1)).mean()
+    alike = text_variance(slots, ep, ExpertLoad(text_spread=spread)) / texts
+    assert float(busiest_over_mean(1e12, ep, 1.0, alike)) == pytest.approx(simulated, rel=0.04)
+
+
+def test_balanced_routing_has_no_texts() -> None:
+    assert text_variance(288, 32, ExpertLoad(balanced=True)) == 0.0
+
+
+# R1's prompts of 4,096 tokens in two batches on 32 ranks with 288 slots, 2 and 1 prompts to each rank in a batch.
+PERFECT_BALANCE = [("h100", 16_384.0, 7417.125 / 6287.75), ("ascend-910c", 8192.0, 6688 / 5655)]
+
+
+@pytest.mark.parametrize(("hardware", "rows", "measured"), PERFECT_BALANCE)
+def test_perfect_balance_gains_what_was_published(hardware: str, rows: float, measured: float) -> None:
+    """SGLang's large-scale EP blog, and the CloudMatrix384 paper, where ranks are dies: the spread is between them."""
+    accelerator = load_hardware(hardware)
+    accelerator = accelerator.part(2) if hardware == "ascend-910c" else accelerator
+    model = fit_to_hardware(load_model("deepseek-v3"), accelerator)
+    layout, cluster = ParallelLayout(dp=32, ep=32, redundant_experts=32), ClusterSpec(accelerator, 32)
+    shape = StepShape(None, (Sequences(rows / 4096, 4096.0, 0.0, 4096.0, 1.0),))
+    seconds = []
+    for load in (ExpertLoad(), ExpertLoad(balanced=True)):
+        features = GraphFeatures("prefill", overlap="two-batch", expert_load=load)
+        graph = build_graph(model, layout, cluster, features)
+        seconds.append(float(step_cost(graph, shape, CostModel(accelerator)).seconds))
+    assert seconds[0] / seconds[1] == pytest.approx(measured, rel=0.04)
 
 
 @pytest.mark.parametrize("ep", [1, 8, 64])

@@ -146,9 +146,9 @@ def test_bands_of_ratios_hold_pairs_that_were_measured() -> None:
 
 # The medians of |error| as they were when this was last changed, plus two points. Lower them when predictions improve.
 MEDIANS = {
-    "all": 0.09, "decode": 0.09, "kernel": 0.09, "prefill": 0.22, "trtllm": 0.10, "sglang": 0.06, "cann": 0.15,
+    "all": 0.09, "decode": 0.09, "kernel": 0.09, "prefill": 0.13, "trtllm": 0.10, "sglang": 0.06, "cann": 0.15,
     "vllm": 0.14, "b200": 0.08, "h200": 0.07, "h800": 0.09, "gb200-nvl72": 0.06, "gb300-nvl72": 0.08, "b300": 0.14,
-    "h100": 0.20, "ascend-910c": 0.22, "ascend-950dt": 0.13, "deepseek-v3": 0.08, "deepseek-v4-pro": 0.08,
+    "h100": 0.12, "ascend-910c": 0.22, "ascend-950dt": 0.13, "deepseek-v3": 0.08, "deepseek-v4-pro": 0.08,
     "deepseek-v4-flash": 0.24, "deepseek-v3.2": 0.15,
 }  # fmt: skip
 

@@ -3,9 +3,9 @@
     python tools/fit_uncertainty.py TARGETS.json [--write]
 
 A spread is the smallest with which `SHARE_FITTED` of the residuals lie in their band, beyond what the operators of each
-entry contribute. Families (an engine on an accelerator, or a kernel) weigh as the square root of their rows, so that
-the best measured one does not decide. The table then leaves each family out: its coverage by spreads fitted without it,
-as an unseen one's.
+entry contribute; what is written is never smaller than what was shipped. Families (an engine on an accelerator, or a
+kernel) weigh as the square root of their rows, so that the best measured one does not decide. The table then leaves
+each family out: its coverage by spreads fitted without it, as an unseen one's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepinfer.cost import uncertainty
-from deepinfer.cost.uncertainty import Z_INSIDE, Part, difference_log_sigma
+from deepinfer.cost.uncertainty import Z_INSIDE, Part, difference_log_sigma, load_spreads
 from planner.validate.bands import entry_parts, single_kernel
 from planner.validate.mapping import map_case
 from planner.validate.outcome import Outcome, validate
@@ -127,6 +127,12 @@ def fit(rows: Sequence[Residual]) -> float:
     return float(f"{1.005 * high:.3g}")
 
 
+def shipped_or_fitted(kind: str, rows: Sequence[Residual]) -> float:
+    """The larger of both: what was modelled better with these measurements in view says nothing of unseen ones."""
+    shipped: float = getattr(load_spreads(), kind).log_sigma
+    return max(shipped, fit(rows))
+
+
 def leave_out(rows: Sequence[Residual]) -> dict[str, tuple[int, float, float]]:
     """By family: rows, the spread fitted on the others, and the share of its rows that this one covers."""
     found = {}
@@ -142,7 +148,7 @@ def leave_out(rows: Sequence[Residual]) -> dict[str, tuple[int, float, float]]:
 def spreads_of(entries: Sequence[Entry]) -> dict[str, list[Residual]]:
     """Residuals by the spread they tell about; `unmeasured` is fitted beyond `step`."""
     found = {kind: residuals(entries, kind) for kind in ("kernel", "step", "same_layout", "other_layout")}
-    step = fit(found["step"])
+    step = shipped_or_fitted("step", found["step"])
     found["unmeasured"] = [
         Residual(e.target.id, e.family, e.log_error, math.hypot(e.measured_sigma(), step))
         for e in entries
@@ -165,7 +171,7 @@ def to_toml(found: dict[str, list[Residual]]) -> str:
     lines = ["# Written by tools/fit_uncertainty.py."]
     for kind, rows in found.items():
         families = len({r.family for r in rows})
-        lines += ["", f"[{kind}]", f"log_sigma = {fit(rows)}", f"rows_fitted = {len(rows)}"]
+        lines += ["", f"[{kind}]", f"log_sigma = {shipped_or_fitted(kind, rows)}", f"rows_fitted = {len(rows)}"]
         weighing = f"{families} families of published measurements, each weighing as the root of its rows"
         lines.append(f'source = "{WHAT[kind]}; {weighing}"')
     return "\n".join(lines) + "\n"

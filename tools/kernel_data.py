@@ -60,6 +60,8 @@ def gemm(dtype: str, size: tuple[float, float], t: Array, name: str) -> Rows:
 WEIGHT_BYTES = {"fp8_block": 1.0, "w4a8_mxfp4_mxfp8": 0.53125, "nvfp4": 0.5625}
 EXPERT_TILE = 128  # rows of a tile of DeepGEMM's grouped kernels
 CUTLASS_ROWS = 32  # the most that are read
+SHORT_PROMPT = 1024  # which longer ones are compared with
+MANY_KEYS = 1e9  # of a row, beside which a short list's cost is nothing
 
 
 def padded_rows(rows: Array) -> Array:
@@ -110,18 +112,34 @@ def attention_decode(cache: tuple[str, float], t: Array, name: str) -> Rows:
     return Rows(name, t["latency"] * 1e-3, 2 * heads * (576 + 512) * pairs, read, written, heads, context)
 
 
-def attention_prefill(cache: str, t: Array, name: str) -> Rows:
-    """MHA form of MLA, causal: heads of 192 (q, k) and 128 (v, out), BF16, each read or written once.
+def attention_prefill(cache: str, longest: float, t: Array, name: str) -> Rows:
+    """MHA form of MLA, causal, prompts up to `longest`: heads of 192 (q, k) and 128 (v, out), BF16, each moved once.
 
     With an FP8 `cache` the products run in FP8, and what is read is quantised on the way.
 
     `rows` counts the keys that a query row sees, on average: short lists are slow, also where few rows see many keys.
     """
-    t = t[(t["kv_cache_dtype"] == cache) & (t["num_heads"] >= 32) & (t["isl"] >= 64)]
+    t = t[(t["kv_cache_dtype"] == cache) & (t["num_heads"] >= 32) & (t["isl"] >= 64) & (t["isl"] <= longest)]
     heads, n, step = 1.0 * t["num_heads"] * t["batch_size"], 1.0 * t["isl"], t["step"]
     per_row = step + (n + 1) / 2
     flops, read = 2 * heads * 320 * n * per_row, heads * 2 * (n * 192 + (n + step) * 320)
     return Rows(name, t["latency"] * 1e-3, flops, read, n * heads * 256, per_row)
+
+
+def attention_growth(products: str, t: Array, name: str) -> Rows:
+    """What an attention module with an FP8 cache takes longer with prompts of 8,192 and more than with ones of 1,024.
+
+    Of modules with as many rows in all, so that all else in them is the same and what attention costs per row cancels:
+    its rows see more keys than any short list. `products` is the `mla_dtype` that names FP8 products in the file.
+    """
+    t = t[(t["kv_cache_dtype"] == "fp8") & (t["mla_dtype"] == products) & (t["num_heads"] >= 32)]
+    rows, (_, gemm) = t["batch_size"] * t["isl"], np.unique(t["gemm_type"], return_inverse=True)
+    alike = [tuple(key) for key in np.stack([gemm, t["num_heads"], rows], axis=1).tolist()]
+    short = {key: s for key, s, isl in zip(alike, t["latency"], t["isl"], strict=True) if isl == SHORT_PROMPT}
+    seconds = (t["latency"] - np.array([short.get(key, np.inf) for key in alike])) * 1e-3
+    kept = (t["isl"] >= 8192) & (seconds > 1e-3)
+    more_keys = (t["isl"] - SHORT_PROMPT) / 2
+    return Rows(name, seconds[kept], (640.0 * t["num_heads"] * rows * more_keys)[kept], rows=MANY_KEYS)
 
 
 def sparse_attention_decode(t: Array, name: str) -> Rows:

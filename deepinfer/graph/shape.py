@@ -74,6 +74,11 @@ class StepShape:
         return self.rows if self.mean_rows is None else self.mean_rows
 
     @cached_property
+    def companions(self) -> Num:
+        """Other rows of a row's own request in the step, on average."""
+        return sum((s.count * s.rows * (s.rows - 1.0) for s in self.sequences), 0.0) / larger(self.rows, 1e-9)
+
+    @cached_property
     def bounded(self) -> StepShape:
         """The step as bounded layers see it in compact mode: only the kept rows, which are each sequence's last."""
         mean = self.kept_rows if self.mean_kept_rows is None else self.mean_kept_rows

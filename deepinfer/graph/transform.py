@@ -12,12 +12,14 @@ from deepinfer.graph.ops import LOW_LATENCY_ROWS, Message, Operator, OpKind, Wor
 from deepinfer.graph.shape import StepShape
 from deepinfer.numeric import larger, smaller
 
-TAKEN_BY_EXCHANGE = 20 / 132
-"""Share of a Hopper's SMs that DeepEP V1's normal kernels run on by default; low-latency ones take none in flight."""
+TAKEN_BY_EXCHANGE = 24 / 132
+"""Share of a Hopper's SMs that DeepEP V1's normal kernels ran on for the rates of its README (tests/test_internode.py),
+which exchanges are priced to; low-latency ones take none in flight."""
 
 SLOWED_EXCHANGE = 1.4
 """How many times as long such an exchange takes beside the other half's products and passes over memory: with it the
-gain in V3's prefill on EP32 of H100 is 28 to 30 %; SGLang's large-scale EP blog has 27 to 35 % (52 % without)."""
+gain in V3's prefill on EP32 of H100 is 29 to 30 % with even load, 22 to 25 % with real load; SGLang's large-scale EP
+blog has 27 to 35 %."""
 
 
 def two_batch_overlap(graph: ExecutionGraph, replica_ranks: int = 1) -> ExecutionGraph:

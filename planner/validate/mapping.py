@@ -103,9 +103,11 @@ def _expert_load(target: Target) -> ExpertLoad:
     if target.expert_load == "balanced":
         return ExpertLoad(balanced=True)
     if target.kind == "kernel" and target.expert_load != "real":
-        return ExpertLoad(sigma=0.0, drift=0.0)
-    sigma = RANDOM_TOKENS_SIGMA if target.random_tokens else TYPICAL_LOAD.sigma
-    return ExpertLoad(sigma=sigma, eplb=target.layout.redundant_experts > 0)
+        return ExpertLoad(sigma=0.0, drift=0.0, text_spread=0.0)
+    eplb = target.layout.redundant_experts > 0
+    if target.random_tokens:
+        return ExpertLoad(sigma=RANDOM_TOKENS_SIGMA, text_spread=0.0, eplb=eplb)
+    return TYPICAL_LOAD.model_copy(update={"eplb": eplb})
 
 
 def map_layout(layout: TargetLayout, gpus: int, hardware: str) -> ParallelLayout:

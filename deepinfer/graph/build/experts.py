@@ -17,7 +17,7 @@ from deepinfer.graph.build.common import (
 )
 from deepinfer.graph.ops import LOW_LATENCY_ROWS, OpKind, Work
 from deepinfer.graph.shape import StepShape, View
-from deepinfer.layout.placement import busiest_over_mean, expert_slots, placement_skew
+from deepinfer.layout.placement import busiest_over_mean, expert_slots, placement_skew, text_variance
 from deepinfer.model.spec import BF16, DenseFFN, MoE
 from deepinfer.numeric import Num, larger, smaller
 
@@ -29,12 +29,11 @@ class _Routing:
     moe: MoE
     slots: int
     tokens: RowsOf
-    busiest: Callable[[Num], Num]
+    busiest: RowsOf
 
     def load(self, shape: StepShape) -> tuple[Num, Num]:
         """Tokens of the group, and the load of the busiest place over the mean."""
-        tokens = self.tokens(shape)
-        return tokens, self.busiest(tokens)
+        return self.tokens(shape), self.busiest(shape)
 
 
 def ffn_operators(ctx: BuildContext, ops: OperatorList, ffn: DenseFFN | MoE, view: View, draft: bool = False) -> None:
@@ -91,13 +90,17 @@ def _routing(ctx: BuildContext, moe: MoE, view: View, draft: bool) -> _Routing:
     replicas, ep = layout.expert_group / (layout.cp * layout.tp), layout.ep
     slots = expert_slots(moe, layout, draft)
     placed = load.model_copy(update={"eplb": False}) if draft else load
-    skew = placement_skew(moe.num_experts, moe.topk, slots, ep, placed)
+    skew, varies = placement_skew(moe.num_experts, moe.topk, slots, ep, placed), text_variance(slots, ep, load)
 
     def tokens(shape: StepShape) -> Num:
         return view(shape).expert_rows * replicas
 
-    def busiest(count: Num) -> Num:
-        return 1.0 if load.balanced else busiest_over_mean(count * moe.topk, ep, skew)
+    def busiest(shape: StepShape) -> Num:
+        if load.balanced:
+            return 1.0
+        count = tokens(shape)
+        alike = varies * smaller(view(shape).companions / larger(count, 1e-9), 1.0) if varies else 0.0
+        return busiest_over_mean(count * moe.topk, ep, skew, alike)
 
     return _Routing(moe, slots, tokens, busiest)
 
