@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,9 @@ from deepinfer.workload.spec import (
     Workload,
 )
 from deepinfer.workload.steady import lives_amid
+from planner.pipeline import make_screen
+from planner.problem import Question, make_problem
+from planner.refine import make_plan
 
 ACCEPTANCE = Acceptance(rates=(0.8, 0.5), source="test")
 MACHINES = {"deepseek-v4.1-flash": "b200", "deepseek-v4-flash": "b200", "deepseek-v3": "h200"}
@@ -264,6 +268,25 @@ def test_goodput_of_requests_whose_first_token_nobody_saw() -> None:
     gap_s = float(record.gaps(0.5, 5.0)[0] @ record.gaps(0.5, 5.0)[1] / record.gaps(0.5, 5.0)[1].sum())
     assert summary.tpot_s.mean == pytest.approx((4.0 + 4 * gap_s) / 7)
     assert summary.e2e_s.mean == pytest.approx(4.0 + 4 * gap_s + 1.5)
+
+
+def test_finalists_begin_steadily_unless_a_trace_has_a_history(tmp_path: Path) -> None:
+    """Traces are ramped up: what their requests find in the prefix cache came before them."""
+    line = '{"timestamp": %d, "input_length": 600, "output_length": 20, "hash_ids": [1, %d]}\n'
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(line % (i * 1000, i + 2) for i in range(400)))
+    for question in (Question(8, hardware="b200"), Question(8, hardware="b200", trace=str(path))):
+        asked = make_problem(question)
+        found = make_screen(asked).run()
+        arrivals = make_plan(asked, found, 0).workload.arrivals
+        assert isinstance(arrivals, ClosedLoop)
+        assert arrivals.ramp_s > 0  # which hardware needs
+        if question.trace:
+            assert arrivals.steady is None
+            continue
+        assert arrivals.steady is not None
+        life_s = found.points.ttft_s[0] + asked.load.osl * found.points.tpot_s[0]
+        assert arrivals.steady.lifetime_s == pytest.approx(life_s, rel=0.1)
 
 
 def test_a_steady_start_needs_drawn_lengths_and_a_life_longer_than_its_wait() -> None:
