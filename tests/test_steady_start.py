@@ -210,8 +210,9 @@ def figures(plan: Plan) -> Summary:
 
 
 def test_a_start_that_supposed_another_ttft_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the loop shows what it began with; after three starts it is ramped up."""
-    loop = ClosedLoop(concurrency=40, ramp_s=4.0, warm_up_s=4.0, measure_s=8.0, steady=START)
+    """Until the loop shows what it began with; after three starts, or where a queue is long, it is ramped up."""
+    start = SteadyStart(ttft_s=0.05, lifetime_s=8.0, settle_s=1.0, measure_s=5.0)
+    loop = ClosedLoop(concurrency=40, ramp_s=2.0, warm_up_s=1.0, measure_s=3.0, steady=start)
     plan = plan_of("deepseek-v4.1-flash", NARROW, loop)
     starts: list[SteadyStart | None] = []
 
@@ -228,14 +229,18 @@ def test_a_start_that_supposed_another_ttft_is_made_again(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(SimBackend, "run", run)
     monkeypatch.setattr(simulate, "summarize", note)
-    means = iter([1.5, 1.4])
-    assert simulate_plan(plan).ttft_s.mean == 1.4
-    assert [start and (start.ttft_s, start.lifetime_s) for start in starts] == [(0.5, 4.0), (1.5, 5.0)]
+    means = iter([0.3, 0.25])
+    assert simulate_plan(plan).ttft_s.mean == 0.25
+    assert [one and (one.ttft_s, one.lifetime_s) for one in starts] == [(0.05, 8.0), (0.3, 8.25)]
     starts.clear()
-    means = iter([1.5, 3.0, 1.5, 2.0])
-    assert simulate_plan(plan).ttft_s.mean == 2.0
+    means = iter([0.3, 0.5, 0.3, 0.2])
+    assert simulate_plan(plan).ttft_s.mean == 0.2
     assert starts[-1] is None
     assert len(starts) == 4
+    starts.clear()
+    means = iter([0.9, 0.8])
+    assert simulate_plan(plan).ttft_s.mean == 0.8
+    assert starts == [start, None]
 
 
 def test_a_window_of_deliveries_has_whole_steps() -> None:
