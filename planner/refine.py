@@ -20,7 +20,7 @@ from deepinfer.layout.plan import LayoutSpec, Plan, Pool
 from deepinfer.layout.settings import EngineSettings
 from deepinfer.metrics.summary import Summary
 from deepinfer.numeric import Floats, Ints
-from deepinfer.workload.spec import ClosedLoop
+from deepinfer.workload.spec import ClosedLoop, SteadyStart
 from planner.columns import pareto
 from planner.problem import Problem
 from planner.screen import Candidate, Points, Screening
@@ -35,6 +35,8 @@ MIN_MEASURED = 384
 """Requests measured at least, so that a 90th percentile means something: its standard error is 1.5 percentiles."""
 WARM_UP_LIFETIMES, MEASURED_LIFETIMES, MOST_LIFETIMES = 1.0, 1.0, 8.0
 """A closed loop is measured for so many lifetimes of a request, or until `MIN_MEASURED` end, after a ramp of one."""
+SETTLE_LIFETIMES, STEADY_LIFETIMES = 0.2, 0.75
+"""The simulator begins amid requests instead: it settles for so many lifetimes, and measures so many at least."""
 OPEN_LOOP_LIFETIMES = 6.0
 """An open loop lasts so long; the first fifth of it, more than a lifetime, fills the system."""
 MIN_OPEN_LOOP_REQUESTS, MAX_OPEN_LOOP_REQUESTS = 800, 20_000
@@ -42,6 +44,8 @@ MOST_LATER = 3.0
 """What a finalist tells of TTFT at most: one whose prefill was saturated says little about others of its layout."""
 FIRST_USERS = 0.8
 """Users of two pools over the screened number, before the first round: the screen knows no uneven steps in prefill."""
+FIRST_WAIT = 0.5
+"""Mean TTFT of two pools over the screened one, which is that of more users, before the first round."""
 NEARLY_FULL = 0.97
 """Share of the requests/s at which two pools queued that they are run at instead."""
 FIRST_GUESS = (1.05, 1.5)
@@ -79,7 +83,8 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
     points = screening.points
     candidate = screening.candidates[points.candidate[point]]
     users = float(points.users[point]) * (_fewer_users(problem, screening, known, point) if candidate.prefill else 1.0)
-    lifetime = float(points.ttft_s[point] + problem.load.osl * points.tpot_s[point])
+    ttft, decode = float(points.ttft_s[point]), float(problem.load.osl * points.tpot_s[point])
+    lifetime = ttft + decode
     pools = _pools(problem, candidate, points, point)
     plan = Plan(
         model=problem.model_name,
@@ -97,7 +102,10 @@ def make_plan(problem: Problem, screening: Screening, point: int, known: Sequenc
     if problem.load.rate is None:
         parts = parts_of(plan)
         loop, requests = _closed_loop(max(round(users / parts), 1), lifetime)
-        loop = loop.model_copy(update={"concurrency": loop.concurrency * parts})
+        wait = ttft * _shorter_wait(problem, screening, known, point)
+        # A trace's requests find in the prefix cache what came before them: that has to be simulated.
+        steady = None if problem.source else _steady_start(loop.concurrency, wait, decode)
+        loop = loop.model_copy(update={"concurrency": loop.concurrency * parts, "steady": steady})
         workload = problem.workload(loop, requests * parts)
     else:
         workload = problem.workload(None, _open_loop_requests(plan, lifetime * problem.load.rate))
@@ -129,6 +137,19 @@ def _fewer_users(problem: Problem, screening: Screening, known: Sequence[Finalis
             users = NEARLY_FULL * rate * (f.summary.e2e_s.mean - f.summary.ttft_s.mean + points.ttft_s[f.point])
         ratios.append(users / points.users[f.point])
     return min(float(np.mean(ratios)), 1.0) if ratios else FIRST_USERS
+
+
+def _shorter_wait(problem: Problem, screening: Screening, known: Sequence[Finalist], point: int) -> float:
+    """Mean TTFT over the screened one, by the finalists laid out like a point."""
+    points, family = screening.points, _families(screening)
+    ratios = [
+        f.summary.ttft_s.mean / points.ttft_s[f.point]
+        for f in known
+        if not f.failure and family[f.point] == family[point] and not _had_too_many_users(problem, screening, f)
+    ]
+    if ratios:
+        return float(np.mean(ratios))
+    return FIRST_WAIT if points.prefill_rows[point] else 1.0
 
 
 def _pools(problem: Problem, candidate: Candidate, points: Points, point: int) -> tuple[Pool, ...]:
@@ -185,6 +206,18 @@ def _closed_loop(users: int, lifetime_s: float) -> tuple[ClosedLoop, int]:
         measure_s=round(measured * lifetime_s, 4),
     )
     return loop, math.ceil(users * (1.0 + WARM_UP_LIFETIMES + measured) * 2.0) + 8
+
+
+def _steady_start(users: int, ttft_s: float, decode_s: float) -> SteadyStart:
+    """How one engine's users begin amid their requests."""
+    lifetime_s = ttft_s + decode_s
+    measured = max(STEADY_LIFETIMES, min(MIN_MEASURED / users, MOST_LIFETIMES))
+    return SteadyStart(
+        ttft_s=round(ttft_s, 6),
+        lifetime_s=round(lifetime_s, 6),
+        settle_s=round(SETTLE_LIFETIMES * lifetime_s, 4),
+        measure_s=round(measured * lifetime_s, 4),
+    )
 
 
 def choose_points(

@@ -8,6 +8,7 @@ from typing import Any
 
 import simpy
 
+from backends.sim.amid import Amid
 from backends.sim.group import StepGroup
 from backends.sim.handover import FromHandOver, HandOver
 from backends.sim.outlet import ToUsers
@@ -23,7 +24,8 @@ from deepinfer.metrics.record import PoolRecord, RunRecord
 from deepinfer.metrics.timeline import Span
 from deepinfer.scheduler.speculation import Acceptance
 from deepinfer.workload.generate import RequestSpec
-from deepinfer.workload.spec import ClosedLoop, Workload, open_loop_window
+from deepinfer.workload.spec import ClosedLoop, SteadyStart, Workload, open_loop_window
+from deepinfer.workload.steady import Life, lives_amid
 
 
 class SimBackend:
@@ -75,7 +77,8 @@ class _Run:
         def verifier(deployment: Deployment) -> Verifier:
             return Verifier(acceptance, workload.seed, deployment.settings.nextn, num_requests)
 
-        self._serving = SimPool(self.env, serving, verifier(serving), record.steps, outlet)
+        self._verifier = verifier(serving)
+        self._serving = SimPool(self.env, serving, self._verifier, record.steps, outlet)
         self._entry = self._serving
         if prefilling is not None and self._hand_over is not None:
             record.prefill = PoolRecord(prefilling.num_gpus, prefilling.step_groups)
@@ -96,8 +99,10 @@ class _Run:
         self._next = iter(requests)
         for group in self.groups:
             self.env.process(group.run())
-        record = self.record
-        if isinstance(self._arrivals, ClosedLoop):
+        record, amid = self.record, None
+        if isinstance(self._arrivals, ClosedLoop) and self._arrivals.steady is not None:
+            amid = self._serve_steadily(self._arrivals.concurrency, self._arrivals.steady, requests)
+        elif isinstance(self._arrivals, ClosedLoop):
             self._serve_closed(self._arrivals)
         else:
             self.env.process(self._open_loop(requests))
@@ -106,6 +111,8 @@ class _Run:
             record.window_start_s, record.window_end_s = open_loop_window(first_s, last_s, self.env.now)
         for group in self.groups:
             group.settle()
+        if amid is not None:
+            amid.measure(self.env.now)
         for scheduler in (s for group in self.groups for s in group.schedulers):
             record.num_preemptions += scheduler.num_preemptions
             record.num_hit_tokens += scheduler.num_hit_tokens
@@ -120,6 +127,28 @@ class _Run:
             over = over | self.env.timeout(arrivals.measured_until_s)
         self.env.run(until=over)
         self.record.window_start_s, self.record.window_end_s = arrivals.measured_from_s, self.env.now
+
+    def _serve_steadily(self, users: int, steady: SteadyStart, requests: Sequence[RequestSpec]) -> Amid:
+        """Begin amid the users' requests, and run until the time is over or the last request is sent."""
+        self._next = iter(requests[users:])
+        lives = lives_amid(requests[:users], steady)
+        amid = Amid(lives, steady, self._verifier, self.record)
+        self.env.process(self._join(amid, lives))
+        self.env.run(until=self._last_sent | self.env.timeout(steady.settle_s + steady.measure_s))
+        return amid
+
+    def _join(self, amid: Amid, lives: Sequence[Life]) -> Generator[simpy.Event, Any, None]:
+        """Give requests amid their lives to the pool where they decode, each when its prompt is computed."""
+        for life in lives:
+            if life.joins_s > self.env.now:
+                yield self.env.timeout(life.joins_s - self.env.now)
+            request = amid.join(life, self._block_tokens, self.env.now)
+            if not self._serving.fits(request):
+                self.record.refused.append(request.id)
+            elif request.generated_tokens < request.max_new_tokens:
+                self._serving.send(request)
+                continue
+            self._send_next()
 
     def _open_loop(self, requests: Sequence[RequestSpec]) -> Generator[simpy.Event, Any, None]:
         for request in requests:

@@ -43,6 +43,10 @@ class HandOver:
         """Note where a request (as the decode pool will get it) is prefilled."""
         self._requests[request.id] = (request, place)
 
+    def holds(self, request_id: int) -> bool:
+        """Whether the prefill pool has computed a request, or will."""
+        return request_id in self._requests
+
     @property
     def num_open(self) -> int:
         """Requests whose KV the decode pool has not read."""
@@ -114,5 +118,8 @@ class FromHandOver(ToUsers):
         self._hand_over = hand_over
 
     def fetch(self, place: Place, request_id: int) -> None:
-        """Read the KV of a request that has been admitted."""
-        self._hand_over.read(place, request_id)
+        """Read the KV of a request that has been admitted, if the other pool has it."""
+        if self._hand_over.holds(request_id):
+            self._hand_over.read(place, request_id)
+        else:
+            super().fetch(place, request_id)

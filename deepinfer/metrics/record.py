@@ -16,8 +16,9 @@ class RunRecord:
     """Events of one run of `num_requests` requests with ids from 0; times are seconds on the run's clock.
 
     Per request (arrays over ids): arrival, first token, last token and finish, -1 for what has not happened, and
-    output tokens. `steps` has a row per step of any engine. Counters
-    cover the whole run; rates and percentiles are taken in the window. `step_groups` engines step independently;
+    output tokens. A request that the run began amid has an unknown arrival (NaN), and its earlier tokens count. `steps`
+    has a row per step of any engine. Counters cover the whole run; rates and percentiles are taken in the window.
+    `step_groups` engines step independently;
     `num_gpus` is their part of the cluster, idle accelerators included.
 
     Where one pool prefills for another, `steps` and `step_groups` are those of the pool that decodes, `prefill` has
@@ -46,6 +47,39 @@ class RunRecord:
         self.refused: list[int] = []
         self.prefill: PoolRecord | None = None
         self.transfers: TransferRecord | None = None
+
+    def take_over(self, request_id: int, tokens: int, now: float) -> None:
+        """Note a request that the run begins amid, and that joins it now: it has so many tokens, the last one now."""
+        self.arrival_s[request_id] = math.nan
+        self.first_token_s[request_id] = self.last_token_s[request_id] = now
+        self.output_tokens[request_id] = tokens
+
+    def date_back(self, request_ids: Ints, rounds: Ints) -> None:
+        """Date the first tokens of requests that the run began amid, so many decoding rounds before they joined it.
+
+        Those rounds, and the ones until the window, in which the run settled, are taken to have lasted as long as the
+        window's do on average.
+        """
+        start_s, joined_s = self.window_start_s, self.first_token_s[request_ids]
+        round_s, settling_s = self._mean_gap(start_s, self.window_end_s), self._mean_gap(-math.inf, start_s)
+        stretched = round_s / settling_s if settling_s else 1.0
+        self.first_token_s[request_ids] = (
+            joined_s - np.maximum(start_s - joined_s, 0.0) * (stretched - 1.0) - rounds * round_s
+        )
+
+    def _mean_gap(self, start_s: float, end_s: float) -> float:
+        gaps_s, counts, _ = self.gaps(start_s, end_s)
+        return float((gaps_s * counts).sum() / max(counts.sum(), 1))
+
+    def window_of_deliveries(self, start_s: float, end_s: float) -> None:
+        """Measure from the last delivery before `start_s`, itself not included, to the last one before `end_s`.
+
+        A window that cuts off a part of a long step is wrong by that part.
+        """
+        times = np.asarray(self.delivery_s)
+        before, last = times[times <= start_s], times[times <= end_s]
+        self.window_start_s = float(np.nextafter(before[-1], np.inf)) if len(before) else start_s
+        self.window_end_s = float(last[-1]) if len(last) and last[-1] > self.window_start_s else end_s
 
     def deliver(self, request_ids: Ints, tokens: Ints, now: float, others: EvenDelivery | None = None) -> None:
         """Note a delivery at `now`: requests that got tokens (each id once), and `others` that are noted later."""

@@ -99,7 +99,9 @@ class Summary(BaseModel):
 def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     """Figures of a run; `goodput` is by these limits.
 
-    Measured are the requests that finished in the window; TTFT is taken over those whose first token fell in it.
+    Measured are the requests that finished in the window; TTFT is taken over those whose first token fell in it. A
+    request that the run began amid, whose own TTFT nobody saw, is taken to have had the mean one, and counts in
+    `goodput` by the share of them that kept the limit.
     Raises InfeasibleError when no request finished in the window.
     """
     start, end = record.window_start_s, record.window_end_s
@@ -110,7 +112,11 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
     ttft = record.first_token_s - record.arrival_s
     later_tokens = record.output_tokens - 1
     tpot = (record.last_token_s - record.first_token_s) / np.maximum(later_tokens, 1)
-    good = done & (ttft <= ttft_s) & (tpot <= tpot_s)
+    unseen = np.isnan(ttft)
+    seen_ttft = ttft[_within(record.first_token_s, start, end) & ~unseen]
+    in_time = np.where(unseen, _mean(seen_ttft <= ttft_s), ttft <= ttft_s)
+    good = in_time * (done & (tpot <= tpot_s))
+    e2e = record.finish_s - record.first_token_s + np.where(unseen, _mean(seen_ttft), ttft)
     steps = record.steps
     in_window = _within(np.asarray(steps.end_s), start, end)
     num_steps = int(in_window.sum())
@@ -142,10 +148,10 @@ def summarize(record: RunRecord, ttft_s: float, tpot_s: float) -> Summary:
         input_tokens_per_s_per_gpu=(prefill_rows + _prefill_pool_rows(record)) / gpu_seconds,
         tokens_per_s_per_user=1.0 / tpot_figures.p50 if tpot_figures.p50 > 0 else 0.0,
         tau=kept_tokens / decodes if decodes else 1.0,
-        ttft_s=_percentiles(ttft[_within(record.first_token_s, start, end)]),
+        ttft_s=_percentiles(seen_ttft),
         tpot_s=tpot_figures,
         itl_s=_token_percentiles(*record.gaps(start, end)),
-        e2e_s=_percentiles((record.finish_s - record.arrival_s)[done]),
+        e2e_s=_percentiles(e2e[done]),
         goodput=float(good.sum() / done.sum()),
         running_per_gpu=decodes / max(num_steps, 1) * record.step_groups / record.num_gpus,
         mean_context=contexts / max(decodes, 1.0),
@@ -205,6 +211,10 @@ def _busy_seconds(end_s: Floats, seconds: Floats, start: float, end: float) -> f
     """Seconds of the steps that lie inside the window."""
     inside = np.minimum(end_s, end) - np.maximum(end_s - seconds, start)
     return float(np.maximum(inside, 0.0).sum())
+
+
+def _mean(values: Floats | npt.NDArray[np.bool_]) -> float:
+    return float(values.mean()) if len(values) else 0.0
 
 
 def _percentiles(values: Floats) -> Percentiles:

@@ -14,7 +14,8 @@ class Request:
 
     Between pools: with `keeps_blocks` its memory outlives it until `Scheduler.release`, for another pool to read. The
     KV of `transferred_tokens` of its prompt is read from such a pool: it is admitted, waits for `Scheduler.received`,
-    replays windows if they are not transferred, and decodes.
+    replays windows if they are not transferred, and decodes. A request that has been decoding elsewhere comes with
+    `generated_tokens` of its `max_new_tokens`, and with the KV of all but the newest of them, windows included.
     """
 
     id: int
@@ -24,3 +25,4 @@ class Request:
     arrival_s: float = 0.0
     keeps_blocks: bool = False
     transferred_tokens: int = 0
+    generated_tokens: int = 0

@@ -110,10 +110,12 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that `fits`."""
-        sequence = Sequence(request, request.prompt_tokens, 0)
-        sequence.transferred = request.transferred_tokens
+        generated = request.generated_tokens
         if request.transferred_tokens and not self.config.transfer_window:
-            sequence.generated = 1
+            generated = max(generated, 1)
+        # The KV of the newest token is computed by the step that it goes into.
+        sequence = Sequence(request, request.prompt_tokens + max(generated - 1, 0), generated)
+        sequence.transferred = request.transferred_tokens
         bisect.insort(self._waiting, sequence, key=self._order)
         self._steady_version = -1
 
@@ -126,7 +128,7 @@ class Scheduler:
         """The KV of a request of `to_fetch` has arrived. Windows that are not transferred are replayed first."""
         sequence = self._receiving.pop(request_id)
         self._steady_version = -1
-        if self.config.transfer_window:
+        if self.config.transfer_window and not sequence.generated:
             self._prefilling.append(sequence)
         else:
             self._decoding.add(sequence, len(sequence.blocks) * self.config.block_tokens, first_in_flight=0)

@@ -65,11 +65,34 @@ class PoissonArrivals(BaseModel):
     rate: RequestsPerSecond
 
 
+class SteadyStart(BaseModel):
+    """How a simulator begins a closed loop amid its requests, as if the loop had run for long.
+
+    Of a mean request's `lifetime_s` the first `ttft_s` pass before its first token: that share of the users waits for
+    one at the start, all others are somewhere in their outputs. Measurement starts after `settle_s` and lasts
+    `measure_s`.
+    """
+
+    model_config = _EDGE
+
+    ttft_s: float = Field(gt=0)
+    lifetime_s: float = Field(gt=0)
+    settle_s: float = Field(ge=0)
+    measure_s: float = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _first_token_within_a_life(self) -> SteadyStart:
+        if self.ttft_s >= self.lifetime_s:
+            raise ValueError(f"ttft_s {self.ttft_s:g} is not below lifetime_s {self.lifetime_s:g}")
+        return self
+
+
 class ClosedLoop(BaseModel):
     """Always `concurrency` requests in the system: a finished one is replaced at once.
 
     The first ones arrive evenly over `ramp_s` seconds, so that they do not march in step. Measurement starts
-    `warm_up_s` after that and lasts `measure_s` (None: until the last request is sent).
+    `warm_up_s` after that and lasts `measure_s` (None: until the last request is sent). A simulator does without ramp
+    and warm-up if it is told how to begin `steady`; devices cannot, their KV has to be computed.
     """
 
     model_config = _EDGE
@@ -79,6 +102,7 @@ class ClosedLoop(BaseModel):
     ramp_s: float = Field(default=0.0, ge=0)
     warm_up_s: float = Field(default=0.0, ge=0)
     measure_s: float | None = Field(default=None, gt=0)
+    steady: SteadyStart | None = None
 
     @property
     def measured_from_s(self) -> float:
@@ -135,6 +159,8 @@ class Workload(BaseModel):
         if self.trace is not None:
             if self.isl is not None or self.osl is not None:
                 raise ValueError("isl and osl contradict trace: lengths come from one or the other")
+            if isinstance(self.arrivals, ClosedLoop) and self.arrivals.steady is not None:
+                raise ValueError("a steady start contradicts trace: its requests find cached what came before them")
             return self
         if self.isl is None or self.osl is None:
             raise ValueError("lengths need both isl and osl, or a trace")
