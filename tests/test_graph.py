@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deepinfer.cost.compose import step_cost
 from deepinfer.cost.model import CostModel
 from deepinfer.errors import UsageError
 from deepinfer.graph.build import GraphFeatures, build_graph
@@ -578,9 +579,9 @@ def test_a_graph_of_one_phase_is_the_mixed_graph_without_the_other() -> None:
 
 def test_dspark_drafts_five_rows_and_mtp_one_row_a_pass() -> None:
     """DSpark: 0.81B of body and 0.66B of LM head per drafted row, 0.08B of main_proj per committed row."""
-    shape = decode(4096.0, 10.0, 3.0)
+    shape = decode(4096.0, 10.0, 5.0)
     drafted = flops(graph(V41, phase="decode", nextn=5), shape) - flops(graph(V41, phase="decode"), shape)
-    body = 50 * 2 * (0.81e9 + 0.66e9) + 40 * 2 * (0.0787e9 + 3 * 2.62e6)
+    body = 50 * 2 * (0.81e9 + 0.66e9) + 60 * 2 * (0.0787e9 + 3 * 2.62e6)
     window = 50 * 3 * 4 * 64 * 512 * 128
     markov = 50 * 2 * 256 * 129_280
     assert drafted == pytest.approx(body + window + markov, rel=2e-2)
@@ -609,3 +610,34 @@ def test_features_a_model_has_not_are_refused() -> None:
     ]:
         with pytest.raises(UsageError, match=says):
             graph(V3, layout)
+
+
+@pytest.mark.parametrize("nextn", range(1, 6))
+def test_dspark_draws_the_positions_that_are_verified(nextn: int) -> None:
+    """Of eight requests: so many rows through the LM head, one position after the other; by any longer graph too."""
+    model, shape = load_model(V41), decode(4000.0, 8.0, nextn)
+    own = graph(V41, phase="decode", nextn=nextn)
+    head = works(own, shape, lambda o: o.name == "draft_lm_head")
+    assert [w.flops for w in head] == [2 * 8 * nextn * model.vocab_size * model.hidden_size]
+    assert len(works(own, shape, lambda o: o.name == "draft_markov_sample")) == nextn
+    costs = CostModel(load_hardware("b200"))
+    seconds = float(step_cost(own, shape, costs).seconds)
+    for longer in range(nextn, 6):
+        asked = step_cost(graph(V41, phase="decode", nextn=longer), shape, costs).seconds
+        assert float(asked) == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", [V41, V3])
+def test_cp_gathers_prompts_and_not_decoding_rows(model: str) -> None:
+    """Each of the four ranks gets from the others three quarters of the prompt's records."""
+    layout = ParallelLayout(cp=4, ep=4)
+    kv = load_model(model).kv
+    record = kv.window_bytes if model == V41 else kv.main_bytes
+
+    def gathered(shape: StepShape) -> set[float]:
+        found = works(graph(model, layout), shape, lambda o: o.name in ("gather_window_kv", "gather_kv"))
+        return {float(w.message.scale_up_bytes) for w in found if w.message is not None}
+
+    assert gathered(decode(4000.0, 8.0)) == {0.0}
+    mixed = StepShape(Sequences.decoding(8.0, 0.0, 4000.0), (Sequences(1.0, 1024.0, 0.0, 1024.0, 1.0),))
+    assert gathered(mixed) == {1024 * record * 3 / 4}

@@ -98,7 +98,7 @@ class StepShape:
             mean_kept_rows=None if self.mean_kept_rows is None else self.mean_kept_rows / 2,
         )
 
-    def drafting(self, rows: float) -> StepShape:
+    def drafting(self, rows: Num) -> StepShape:
         """The step as a draft pass sees it: `rows` for each request that decodes or has just ended its prompt."""
         groups = [(s.count * s.logit_rows, s.context + s.rows) for s in self.prefill]
         if self.decode is not None:

@@ -24,9 +24,10 @@ _BUILDERS = {
 
 
 def drafts_in_graph(model: ModelSpec, nextn: int) -> int:
-    """What a graph depends on of `nextn`: a parallel draft module (DSpark) drafts a whole block for any length.
+    """Of which draft lengths a graph can be asked: those with the same value, by the graph of the longest of them.
 
-    Draft lengths with the same value share one graph; the shape of a step says how many drafts are verified.
+    A parallel draft module (DSpark) computes a whole block for any length, and draws as many positions of it as the
+    shape of a step verifies.
     """
     parallel = model.draft is not None and model.draft.kind == "dspark"
     return min(nextn, 1) if parallel else nextn

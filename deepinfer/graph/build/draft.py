@@ -16,6 +16,7 @@ from deepinfer.graph.graph import Block
 from deepinfer.graph.ops import Operator, OpKind, Work
 from deepinfer.graph.shape import StepShape, View
 from deepinfer.model.spec import BF16, CompressedAttention, DraftSpec
+from deepinfer.numeric import Num, smaller, where_positive
 
 
 def mtp_blocks(
@@ -60,14 +61,24 @@ def dspark_blocks(ctx: BuildContext, draft: DraftSpec, layer: Callable[[View], B
     blocks = [Block("draft input", tuple(ops.operators))]
     blocks += [Block("draft layer", layer(view).operators, is_layer=True)] * len(draft.layers)
 
-    # The pass computes the whole block; tokens are drawn for the positions that will be verified.
-    drawn = min(ctx.features.nextn, draft.block_size)
+    nextn = ctx.features.nextn
+
+    def drawn(shape: StepShape) -> Num:
+        # The pass computes the whole block; tokens are drawn for the positions that will be verified.
+        return float(nextn) if shape.decode is None else smaller(shape.decode.rows - 1.0, float(nextn))
+
     ops = OperatorList("draft_")
-    rows = ctx.rows(lambda s: s.drafting(float(drawn)))
+    rows = ctx.rows(lambda s: s.drafting(drawn(s)))
     logits_operators(ctx, ops, rows, "streams ffn_out shared_out", "draft_logits")
     blocks.append(Block("draft head", tuple(ops.operators)))
-    position = _markov_position(ctx, draft.markov_rank, lambda s: ctx.split(view(s).rows / draft.block_size))
-    return blocks + [Block("draft position", position)] * drawn
+    for position in range(nextn):
+
+        def count(shape: StepShape, position: int = position) -> Num:
+            # A graph of more drafts than a shape verifies costs what one of as many does: a search asks it for all.
+            return where_positive(drawn(shape) - position, ctx.split(shape.drafting(1.0).rows))
+
+        blocks.append(Block("draft position", _markov_position(ctx, draft.markov_rank, count)))
+    return blocks
 
 
 def _markov_position(ctx: BuildContext, rank: int, count: RowsOf) -> tuple[Operator, ...]:
