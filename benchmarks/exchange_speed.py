@@ -20,6 +20,7 @@ from torch import Tensor
 from backends.cuda.exchange import OneSidedExchange
 from backends.torch_runtime.comm import Communicator
 from backends.torch_runtime.launch import Channel, RankGroup, RankPlace
+from deepinfer.errors import UsageError
 from deepinfer.layout.parallel import ParallelLayout
 
 REPEATS = 20
@@ -51,7 +52,9 @@ def worker(place: RankPlace, payload: Any, channel: Channel) -> None:
     n, device = place.world_size, torch.device("cuda", place.device_index)
     torch.cuda.set_device(device)
     comm = Communicator(ParallelLayout(dp=n, ep=n), place.rank, device)
-    one_sided = OneSidedExchange.between(comm.expert, device)
+    one_sided = OneSidedExchange.between(comm)
+    if one_sided is None:
+        raise UsageError("these GPUs do not reach each other's memory: NCCL carries their exchanges")
     for rows, hidden, topk in channel:
         x = torch.randn(n, rows, hidden, device=device).to(torch.bfloat16)
         columns: list[Tensor] = [x, torch.rand(n, rows, topk, device=device), torch.zeros(n, rows, topk, device=device)]

@@ -207,7 +207,8 @@ class Experts:
             tiles = experts.tiles_of(pairs, weights, self.count, t.tokens)
             call = [lambda t=t, tiles=tiles: experts.gate_up(rounded, tiles, p, self.w13, LIMIT, t)[0]]
             yield t, Case("experts gate+up", rows, call, read, 2 * flop)
-        active = experts.gate_up(rounded, tiles, p, self.w13, LIMIT, t)
+        first = experts.tiles_of(pairs, weights, self.count, tilings[0].tokens)
+        active = experts.gate_up(rounded, first, p, self.w13, LIMIT, tilings[0])
         read = self.w2.num_bytes * used + 2.0 * rows * TOPK * (HIDDEN + WIDTH)
         for t in tilings:
             tiles = experts.tiles_of(pairs, weights, self.count, t.tokens)

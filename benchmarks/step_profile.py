@@ -198,16 +198,12 @@ def report(bench: Bench, step: StepContext, shape: StepShape, bandwidth: float, 
     print(f"{'operator':24}{'count':>6}{'ms':>9}{'least ms':>10}{'share':>7}")
     for name, time in seconds.most_common(top):
         print(f"{name:24}{count[name]:6}{time * 1e3:9.3f}{least[name] * 1e3:10.3f}{least[name] / time:7.0%}")
-    kernels = sorted(
-        (
-            (e.self_device_time_total / 1e3, e.count, e.key)
-            for e in found.key_averages()
-            if not e.key.startswith((MARK, "aten::", "cu"))
-        ),
-        reverse=True,
-    )
-    for milliseconds, calls, name in [k for k in kernels if k[0]][:top]:
-        print(f"  {milliseconds:8.3f} ms {calls:5} x {name[:90]}")
+    kernels: dict[str, list[float]] = {}
+    for name, start, end in on_device:
+        if not name.startswith(MARK):
+            kernels.setdefault(name, []).append((end - start) / 1e3)
+    for name, milliseconds in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:top]:
+        print(f"  {sum(milliseconds):8.3f} ms {len(milliseconds):5} x {name[:90]}")
 
 
 def seconds_by_operator(events: Sequence[tuple[str, float, float]]) -> Counter[str]:

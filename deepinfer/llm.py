@@ -131,8 +131,10 @@ class LLM:
 
         A prompt is text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}; several are a list.
         `sampling_params` are those of all prompts, or one for each. A prompt that leaves no place for a token within
-        `max_model_len` is finished as "ignored" with the reason; longer outputs than that end as "length". Raises
-        UsageError for an empty prompt, a token that the model does not have, and text without a tokenizer.
+        `max_model_len` is finished as "ignored" with the reason; longer outputs than that end as "length". With
+        `prefix_cache` prompts find what earlier calls left, and windows before a hit are replayed within their bound:
+        a prompt met before may continue with other tokens. Raises UsageError for an empty prompt, a token that the
+        model does not have, and text without a tokenizer.
         """
         return self.run(prompts, sampling_params, progress).outputs
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -31,9 +32,11 @@ from backends.torch_runtime.engram import made_up_token_map
 from backends.torch_runtime.executor import Executor
 from backends.torch_runtime.inputs import Track, place_blocks, prompt_rows, slot_starts
 from backends.torch_runtime.kernels import KernelTable
+from backends.torch_runtime.serving import EnginePayload, worker
 from backends.torch_runtime.state import CacheShape
 from backends.torch_runtime.steps import StepBuilder
 from backends.torch_runtime.weights.dummy import dummy_weights
+from backends.torch_runtime.worker import Channel, RankPlace
 from deepinfer.engine.arguments import EngineArguments, deploy
 from deepinfer.engine.backend import engine_request
 from deepinfer.engine.deployment import Deployment
@@ -218,6 +221,23 @@ def test_two_gpus_give_the_tokens_of_one(
     one = generate(folder, prompts, 16, dtype="float64", nextn=nextn)
     two = generate(folder, prompts, 16, dtype="float64", nextn=nextn, **layout)
     assert [o.token_ids for o in two] == [o.token_ids for o in one]
+
+
+def nccl_worker(context: RankPlace, payload: EnginePayload, channel: Channel) -> None:
+    """The worker of engines whose captured exchanges are NCCL's."""
+    with patch("backends.cuda.exchange.OneSidedExchange.between", lambda _: None):
+        worker(context, payload, channel)
+
+
+@pytest.mark.parametrize("nextn", [0, 3])
+def test_one_sided_exchanges_change_no_token(folder: Path, prompts: list[list[int]], nextn: int) -> None:
+    """The same captured kernels on the same rows, whichever way they came."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    one_sided = generate(folder, prompts, 24, nextn=nextn, expert_parallel_size=2)
+    with patch("backends.torch_runtime.runner._WORKER", "test_cuda_engine:nccl_worker"):
+        nccl = generate(folder, prompts, 24, nextn=nextn, expert_parallel_size=2)
+    assert [o.token_ids for o in one_sided] == [o.token_ids for o in nccl]
 
 
 def test_two_gpus_replay_graphs(folder: Path, prompts: list[list[int]]) -> None:

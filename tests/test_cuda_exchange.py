@@ -55,15 +55,18 @@ def test_the_kernel_without_a_device(outcomes: Any, task: str) -> None:
     assert outcomes[task] == {"push": None}
 
 
-def exchange_worker(context: RankPlace, payload: Any, channel: Channel) -> None:
-    """Replays a graph of two exchanges there and back on new numbers; says whether NCCL gives the same."""
+def exchange_worker(context: RankPlace, capacity: int, channel: Channel) -> None:
+    """Replays a graph of two exchanges there and back on new numbers, one after the other; are they NCCL's?
+
+    Nothing but the exchanges themselves holds a rank back, and one of them dawdles now and then.
+    """
     from backends.cuda.exchange import OneSidedExchange
 
     n, device = context.world_size, torch.device("cuda", context.device_index)
     torch.cuda.set_device(device)
     comm = Communicator(ParallelLayout(dp=n, ep=n), context.rank, device)
-    comm.one_sided = exchange = OneSidedExchange.between(comm.expert, device)
-    generator = torch.Generator(device).manual_seed(context.rank)
+    comm.one_sided = exchange = OneSidedExchange.between(comm, capacity)
+    torch.manual_seed(context.rank)
     for rows in channel:
         x = torch.zeros(n, rows, 640, dtype=torch.bfloat16, device=device)
         ids = torch.zeros(n, rows, 6, dtype=torch.int32, device=device)
@@ -81,21 +84,29 @@ def exchange_worker(context: RankPlace, payload: Any, channel: Channel) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = run()
-        same = exchange is not None
-        for _ in range(50):
-            x.normal_(generator=generator)
-            ids.random_(0, 384, generator=generator)
+        sent = [(torch.randn_like(x), torch.randint_like(ids, 384)) for _ in range(50)]
+        received = []
+        for turn, (numbers, experts) in enumerate(sent):
+            if turn % 7 == context.rank:
+                torch.cuda._sleep(200_000)
+            x.copy_(numbers)
+            ids.copy_(experts)
             graph.replay()
-            expected = [comm.all_to_all_equal(x), comm.all_to_all_equal(ids)]
+            received.append([tensor.clone() for tensor in found])
+        same = exchange is not None
+        for (numbers, experts), got in zip(sent, received, strict=True):
+            expected = [comm.all_to_all_equal(numbers), comm.all_to_all_equal(experts)]
             expected.append(comm.all_to_all_equal(expected[0] + 1))
-            same = same and all(torch.equal(a, b) for a, b in zip(found, 2 * expected, strict=True))
+            same = same and all(torch.equal(a, b) for a, b in zip(got, 2 * expected, strict=True))
         channel.reply(same)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_one_sided_exchanges_are_those_of_nccl() -> None:
-    with RankGroup("test_cuda_exchange:exchange_worker", None, 2) as group:
+@pytest.mark.parametrize("capacity", [32 << 20, 400_000])
+def test_one_sided_exchanges_are_those_of_nccl(capacity: int) -> None:
+    """Where all fit, and where those of 400 rows do not and NCCL carries them."""
+    with RankGroup("test_cuda_exchange:exchange_worker", capacity, 2) as group:
         for rows in (1, 7, 64, 400):
             assert group.call(rows) == [True, True]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -144,16 +145,25 @@ def test_shared_blocks_are_found_read_and_not_written() -> None:
 
 
 def test_the_prefix_cache_lasts_from_run_to_run() -> None:
-    """The same tokens as the first time, of what the first run left; a run that is cut off leaves nothing."""
+    """Nearly the tokens of the first time, from what it left; a run that is cut off leaves an empty cache."""
     prompts = [random_prompt(1, 4 * BLOCK_TOKENS + 9), random_prompt(2, 3 * BLOCK_TOKENS + 1)]
     hashes = [block_hashes(prompt, BLOCK_TOKENS) for prompt in prompts]
     lasting = engine(PLAIN, prefix_cache=True)
-    runs = [lasting.serve(prompts, max_tokens=2, hashes=hashes) for _ in range(3)]
+    runs = [lasting.serve(prompts, max_tokens=2, hashes=hashes, logprobs=VOCAB) for _ in range(3)]
     assert [run.num_hit_tokens for run in runs] == [0, 7 * BLOCK_TOKENS, 7 * BLOCK_TOKENS]
-    assert runs[1].tokens == runs[2].tokens
-    track = Track(SamplingParams(max_tokens=9), 0, 9, prompts[0][:9], StopChecker(SamplingParams(), ()))
-    lasting.engine.serve({0: track}, Inbox([(0.0, Request(0, 9, 9, ()))], None), stop_s=0.0)
-    assert lasting.serve(prompts, max_tokens=2, hashes=hashes).num_hit_tokens == 0
+    assert_same(runs[1], runs[2], within=1e-5)
+    first, second = (run.distributions(i)[0] for run, i in ((runs[0], 0), (runs[0], 1)))
+    for i, cold in enumerate((first, second)):
+        assert divergence(runs[1].distributions(i)[0], cold) < 0.1 < 0.3 < divergence(first, second)
+    params = SamplingParams(max_tokens=99, ignore_eos=True)
+    tracks = {i: Track(params, i, len(p), list(p), StopChecker(params, ())) for i, p in enumerate(prompts)}
+    inbox = Inbox([(0.0, Request(i, len(p), 99, hashes[i])) for i, p in enumerate(prompts)], None)
+    lasting.engine.serve(tracks, inbox, stop_s=1.0, on_delivery=lambda _: time.sleep(1.0))
+    assert any(track.generated for track in tracks.values())
+    assert not any(track.finished for track in tracks.values())
+    again = lasting.serve(prompts, max_tokens=2, hashes=hashes, logprobs=VOCAB)
+    assert again.num_hit_tokens == 0
+    assert_same(again, runs[0], within=1e-5)
 
 
 def _hit(prompts: Sequence[Sequence[int]], rows: int) -> Served:

@@ -1,7 +1,8 @@
 """One-sided exchange of equal parts between a host's GPUs: each rank writes into the others' memory, then all meet.
 
-64 rows of a decode step take 8.8 us there and 6.0 back between two H200, and 46 and 28 with NCCL
-(`benchmarks/exchange_speed.py`). Memory is torch's symmetric memory, without NVLink multicast.
+There is a step's dispatch, back its combine. 64 rows of V4.1 (5,120 BF16 numbers, 6 experts) take 8.8 us there and 6.0
+back between two H200, and 46 and 28 with NCCL (`benchmarks/exchange_speed.py`, torch 2.11, Triton 3.6, 2026-11-30).
+Memory is torch's symmetric memory, without NVLink multicast.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Sequence
@@ -20,10 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from backends.torch_runtime.comm import Peers
+from backends.torch_runtime.comm import Communicator, Peers
 
 CAPACITY = 32 << 20
 """Bytes that a rank can receive at once; there is room for two such messages."""
+_NATIVE_ATOMICS = 3
+"""CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver's API."""
 _ALIGNMENT = 128
 _WORDS = 4096
 
@@ -52,10 +56,11 @@ class OneSidedExchange:
 
     So a rank that writes a message there has met all others since they read the last one from that half, and what an
     exchange returns stays until the next in its direction. Everything runs on the current stream and can be captured.
+    Sets TORCH_SYMM_MEM_DISABLE_MULTICAST in this process, unless it is set: torch would prepare multicast, which
+    nothing here uses.
     """
 
     def __init__(self, peers: Peers, device: torch.device, capacity: int = CAPACITY) -> None:
-        # Torch would set multicast up with the memory, which nothing here uses.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric
 
@@ -66,19 +71,21 @@ class OneSidedExchange:
         self._buffers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
 
     @classmethod
-    def between(cls, peers: Peers, device: torch.device) -> OneSidedExchange | None:
-        """The exchange of a group, if its GPUs can write into each other's memory. All ranks call it together."""
-        if peers.group is None or not all(
-            rank == peers.ranks[peers.place] or torch.cuda.can_device_access_peer(device, _device_of(rank, device))
-            for rank in peers.ranks
-        ):
+    def between(cls, comm: Communicator, capacity: int = CAPACITY) -> OneSidedExchange | None:
+        """The exchange of the expert group, if its GPUs reach each other's memory.
+
+        All ranks that step together call it. A rank's GPU is the one of its number: engines run on one host.
+        """
+        own, others = comm.rank, [rank for rank in comm.expert.ranks if rank != comm.rank]
+        possible = all(_reaches(own, other) for other in others)
+        if comm.agree_max(int(not possible)) or not others:
             return None
-        return cls(peers, device)
+        return cls(comm.expert, comm.device, capacity)
 
     def __call__(self, columns: Sequence[Tensor], back: bool) -> list[Tensor] | None:
         """Each column [ranks, rows, ...] as `Communicator.all_to_all_equal` exchanges it; None if they are too large.
 
-        Rows whose bytes are no multiple of 4 are not taken either.
+        Columns whose parts [rows, ...] have a number of bytes that 4 does not divide are not taken either.
         """
         starts, end = [], 0
         for column in columns:
@@ -99,6 +106,10 @@ class OneSidedExchange:
         return received
 
 
-def _device_of(rank: int, device: torch.device) -> torch.device:
-    """The GPU of a rank: ranks of an engine are those of one host, in order."""
-    return torch.device(device.type, rank % torch.cuda.device_count())
+def _reaches(source: int, target: int) -> bool:
+    """Whether a GPU can write into another's memory, and count there: torch's barrier does."""
+    if not torch.cuda.can_device_access_peer(source, target):
+        return False
+    counts = ctypes.c_int()
+    status = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(counts), _NATIVE_ATOMICS, source, target)
+    return status == 0 and counts.value == 1

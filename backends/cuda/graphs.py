@@ -43,7 +43,7 @@ class GraphLauncher:
         self._graph_rows = graph_rows
         self._eager = EagerLauncher(rank, executor, builder)
         self._pool = torch.cuda.graph_pool_handle()
-        rank.comm.one_sided = OneSidedExchange.between(rank.comm.expert, rank.state.device)
+        rank.comm.one_sided = OneSidedExchange.between(rank.comm)
         self._captured: dict[tuple[int, int], _Captured] = {}
 
     def launch(self, slots: Ints, prompts: PromptRows | None, max_context: int, logprobs: int | None) -> Outputs:

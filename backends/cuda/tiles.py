@@ -196,9 +196,9 @@ def round_activations(x: Tensor, fp4: bool, counters: Tensor | None = None) -> t
 
 
 def stored_words(weight: Weight, spans: int) -> tuple[Tensor, Tensor]:
-    """A weight's values and scales as the product loads them: bytes, or int32.
+    """A weight's values and scales as the product loads them: bytes for block-scaled MMA, else int32.
 
-    Scales in bands have a word per row and 128 columns, others the scales of a step in a word.
+    Scales in bands have a word per row and 128 columns, others the scales of a step in a word (int64 for two spans).
     """
     assert weight.scale is not None
     data, scale = weight.data.view(torch.uint8), weight.scale.view(torch.uint8)
@@ -386,9 +386,9 @@ def product(
 ):  # fmt: skip
     """Rows w_row of a weight [n, width] times rows x_row of activations: FP32 [weights, tokens].
 
-    FP4 weights lie in bands. The sum runs over 128s [begin, end) of columns, SPANS at a time. Activations are columns
-    [x_column, x_column + width) of a matrix of x_columns; w_row is in `loaded_rows` order; SCALE_ROWS rows of the
-    weight share a row of scales. Rows outside count as zero.
+    FP4 weights lie in bands, but for block-scaled MMA. The sum runs over 128s [begin, end) of columns, SPANS at a time.
+    Activations are columns [x_column, x_column + width) of a matrix of x_columns; w_row is in `loaded_rows` order;
+    SCALE_ROWS rows of the weight share a row of scales. Rows outside count as zero.
     """
     acc = tl.zeros([WEIGHTS, TOKENS], tl.float32)
     x_at = x + x_row[:, None] * x_columns + x_column + tl.arange(0, 128)[None, :]

@@ -130,7 +130,8 @@ class Runner(Protocol):
     ) -> GenerationRun:
         """Serve requests to their ends. `progress` is called from this thread, at the runner's own pace.
 
-        Raises EngineLostError, with what requests had produced, when the engine ends before they do.
+        The prefix cache lasts from one call to the next, unless `pacing` cut one off. Raises EngineLostError, with what
+        requests had produced, when the engine ends before they do.
         """
         ...
 
