@@ -154,7 +154,7 @@ def test_the_prefix_cache_lasts_from_run_to_run() -> None:
     assert_same(runs[1], runs[2], within=1e-5)
     first, second = (run.distributions(i)[0] for run, i in ((runs[0], 0), (runs[0], 1)))
     for i, cold in enumerate((first, second)):
-        assert divergence(runs[1].distributions(i)[0], cold) < 0.1 < 0.3 < divergence(first, second)
+        assert divergence(runs[1].distributions(i)[0], cold) < 0.5 * divergence(first, second)
     params = SamplingParams(max_tokens=99, ignore_eos=True)
     tracks = {i: Track(params, i, len(p), list(p), StopChecker(params, ())) for i, p in enumerate(prompts)}
     inbox = Inbox([(0.0, Request(i, len(p), 99, hashes[i])) for i, p in enumerate(prompts)], None)
