@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from backends.cuda import experts, gemm
+from backends.cuda.activations import round_activations
 from backends.cuda.gemm import LinearTiling
-from backends.cuda.tiles import Tiling, path_of, round_activations
+from backends.cuda.tiles import Tiling, path_of
 from backends.torch_runtime.formats import Weight
 from backends.torch_runtime.reference import gemm as reference
 

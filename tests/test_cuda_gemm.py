@@ -20,7 +20,8 @@ from kernel_builds import SHARED_LIMIT, compiled, environment, resource_usage
 from torch import Tensor
 
 from backends.cuda import experts, gemm
-from backends.cuda.tiles import BLOCK_SCALED, PORTABLE, SPAN, WIDEN, Tiling, fitted, ordered_place
+from backends.cuda.activations import ordered_place, round_activations
+from backends.cuda.tiles import BLOCK_SCALED, PORTABLE, SPAN, WIDEN, Tiling, fitted
 from backends.torch_runtime.formats import Weight, rounded_fp8
 from deepinfer.errors import UsageError
 
@@ -151,7 +152,7 @@ def check_orders() -> None:
     """Activations are stored where the product looks for them, each exactly once."""
     for fp4 in (False, True):
         x = torch.arange(SPAN).float()[None, :] / 8 + 1.0
-        stored = gemm.round_activations(x, fp4)[0][0]
+        stored = round_activations(x, fp4)[0][0]
         place = [ordered_place.fn(k, fp4) for k in range(SPAN)]
         assert sorted(place) == list(range(SPAN))
         assert torch.equal(stored[place], rounded_fp8(x)[0])

@@ -18,19 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backends.cuda.activations import empty_activations, fp8_scale, ordered_place, round_activations, rounded_e4m3
 from backends.cuda.tiles import (
     BLOCK_SCALED,
     SPAN,
     Tiling,
-    empty_activations,
     fitted,
-    fp8_scale,
     loaded_rows,
-    ordered_place,
     path_of,
     product,
-    round_activations,
-    rounded_e4m3,
     stored_words,
 )
 from backends.torch_runtime.formats import Weight

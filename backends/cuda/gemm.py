@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from backends.cuda.activations import round_activations
 from backends.cuda.experts import grouped_experts, sum_pairs, swiglu
 from backends.cuda.routing import route, sort_pairs
 from backends.cuda.tiles import (
@@ -26,7 +27,6 @@ from backends.cuda.tiles import (
     loaded_rows,
     path_of,
     product,
-    round_activations,
     stored_words,
 )
 from backends.torch_runtime.formats import BLOCK, Weight
