@@ -271,7 +271,7 @@ def _adds_something(points: Points, family: Ints, chosen: Sequence[int], index: 
 def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist]) -> tuple[Floats, Floats, Floats]:
     """Per point: simulated over screened TPOT percentile, TTFT percentile and output.
 
-    The mean over its layout's finalists, over all finalists for a layout without any, a first guess without those.
+    The mean over its layout's finalists; for a layout without any, over all of as many pools; else a first guess.
     """
     points, percentile, family = screening.points, problem.slo.percentile, _families(screening)
     ratios: dict[int, list[tuple[float, float, float]]] = {}
@@ -286,9 +286,12 @@ def corrections(problem: Problem, screening: Screening, known: Sequence[Finalist
                 summary.output_tokens_per_s_per_gpu / points.output_per_gpu[i] if problem.load.rate is None else 1.0,
             )
             ratios.setdefault(int(family[i]), []).append(ratio)
-    everyone = [ratio for group in ratios.values() for ratio in group]
-    default = np.mean(everyone, axis=0) if everyone else np.asarray((*FIRST_GUESS, 1.0))
-    table = np.tile(default, (int(family.max(initial=0)) + 1, 1))
+    split = points.prefill_rows > 0
+    table = np.empty((int(family.max(initial=0)) + 1, 3))
+    for mode, wait in ((~split, 1.0), (split, FIRST_WAIT)):
+        layouts = np.unique(family[mode])
+        known_ones = [ratio for one in layouts.tolist() for ratio in ratios.get(one, [])]
+        table[layouts] = np.mean(known_ones, axis=0) if known_ones else (FIRST_GUESS[0], FIRST_GUESS[1] * wait, 1.0)
     for one, group in ratios.items():
         table[one] = np.mean(group, axis=0)
     tpot, ttft, output = table[family].T
