@@ -12,7 +12,7 @@ def throughput_lines(summary: Summary, nextn: int) -> list[tuple[str, str]]:
         ("output tokens/s per GPU", f"{summary.output_tokens_per_s_per_gpu:,.1f} (what users receive)"),
         (
             "full-acceptance tokens/s per GPU",
-            f"{summary.full_acceptance_tokens_per_s_per_gpu:,.1f} (if all {nextn} drafts were kept; an upper bound)",
+            f"{summary.full_acceptance_tokens_per_s_per_gpu:,.1f} (decode steps, as if all drafts were kept: {nextn})",
         ),
         ("steps/s of one engine", f"{summary.steps_per_s:.2f}"),
         ("tokens kept per step and request", f"{summary.tau:.3f} of at most {nextn + 1}"),
