@@ -67,11 +67,13 @@ def open_runner(folder: Path, layout: tuple[int, int, int], **settings: Any) -> 
         runner.close()
 
 
-def requests(lengths: Sequence[int] = LENGTHS, max_tokens: int = 8, gap_s: float = 0.0) -> list[GenerationRequest]:
-    """Greedy and sampled ones in turn."""
+def requests(
+    lengths: Sequence[int] = LENGTHS, max_tokens: int = 8, gap_s: float = 0.0, first: int = 0
+) -> list[GenerationRequest]:
+    """Greedy and sampled ones in turn, their prompts by number from `first` on."""
     return [
         GenerationRequest(
-            tuple(random_prompt(i, length)),
+            tuple(random_prompt(first + i, length)),
             SamplingParams(temperature=i % 2 * 4.0, ignore_eos=True, max_tokens=max_tokens, seed=i, logprobs=2),
             i * gap_s,
         )
@@ -81,12 +83,13 @@ def requests(lengths: Sequence[int] = LENGTHS, max_tokens: int = 8, gap_s: float
 
 def runs(runner: Runner, count: int = 4) -> list[GenerationRun]:
     """Many requests, one alone, some that come one by one, and two that share a block and wait for each other."""
-    block = random_prompt(9, 128)
+    block = random_prompt(99, 128)
     sharing = [replace(r, prompt_token_ids=(*block, *r.prompt_token_ids)) for r in requests((60, 41), max_tokens=3)]
+    # No prompt twice: what a run leaves in the prefix cache, others find, on some layouts.
     cases = [
         (requests(), AT_ONCE),
-        (requests((150,), max_tokens=4), AT_ONCE),
-        (requests((40, 9, 33), max_tokens=4, gap_s=0.05), AT_ONCE),
+        (requests((150,), max_tokens=4, first=20), AT_ONCE),
+        (requests((40, 9, 33), max_tokens=4, gap_s=0.05, first=30), AT_ONCE),
         (sharing, Pacing(concurrency=1)),
     ]
     return [runner.generate(case, pacing=pacing) for case, pacing in cases[:count]]

@@ -354,7 +354,16 @@ def python(*arguments: str) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *arguments]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    # Where the tests themselves were started in the background, interrupts are ignored, and children inherit that.
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 @pytest.mark.parametrize(("number", "whom", "status"), [(signal.SIGINT, os.killpg, 130), (signal.SIGKILL, os.kill, -9)])
@@ -367,7 +376,10 @@ def test_ranks_end_with_their_owner(number: signal.Signals, whom: Callable[[int,
         assert len(pids) == 2
         assert all(map(lives, pids))
         whom(owner.pid, number)
-        assert owner.wait(15.0) == status
+        try:
+            assert owner.wait(15.0) == status
+        finally:
+            owner.kill()  # or leaving this block would wait for it
         assert ended_within(5.0, pids)
         assert owner.stderr.read() == ""
 
