@@ -90,7 +90,7 @@ def both(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[Summary, Summary]
 
 
 def assert_alike(part: Summary, whole: Summary) -> None:
-    assert part.steps_per_s == pytest.approx(whole.steps_per_s, rel=0.07)
+    assert part.steps_per_s == pytest.approx(whole.steps_per_s, rel=0.05)
     assert part.tpot_s.mean == pytest.approx(whole.tpot_s.mean, rel=0.05)
     assert part.tpot_s.p90 == pytest.approx(whole.tpot_s.p90, rel=0.05)
     assert part.ttft_s.mean == pytest.approx(whole.ttft_s.mean, rel=0.12)
@@ -107,10 +107,13 @@ def assert_alike(part: Summary, whole: Summary) -> None:
 def test_half_of_the_users_on_half_of_the_replicas(
     model: str, layouts: tuple[LayoutSpec, LayoutSpec], replicas: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Output and TPOT within 5%, steps within 7%, time to the first token within 12%: half of the users draw other
-    lengths, and the prompts that V4.1 prefills together spread their replays over two engines instead of one.
+    """Output, steps and TPOT within 5%, time to the first token within 12%: half of the users draw other lengths.
+
+    With a hundred users instead of some hundreds the prompts that V4.1 prefills together spread their replays over two
+    engines instead of one, which moves output by 5 to 8%.
     """
-    part, whole = both(plan_of(model, layouts, replicas, USERS, 600, nextn=1), monkeypatch)
+    many = USERS.model_copy(update={"concurrency": 768})
+    part, whole = both(plan_of(model, layouts, replicas, many, 4800, nextn=1), monkeypatch)
     assert part.output_tokens_per_s_per_gpu == pytest.approx(whole.output_tokens_per_s_per_gpu, rel=0.05)
     assert_alike(part, whole)
 
