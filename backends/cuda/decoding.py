@@ -178,8 +178,8 @@ def _unpacked(codes, scale, FP4: tl.constexpr, NATIVE: tl.constexpr):
     if FP4:
         code = (scale.to(tl.int32)[:, :, None] >> 8 * tl.arange(0, 2)[None, None, :]) & 255
         factor = (code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * _E2M1_SCALE).to(tl.bfloat16)
-        wide = tl.broadcast_to(factor[:, :, :, None], (codes.shape[0], scale.shape[1], 2, 8))
-        even, odd = unpack_e2m1(codes, tl.reshape(wide, codes.shape), NATIVE)
+        factor = tl.reshape(factor, (scale.shape[0], 2 * scale.shape[1]))
+        even, odd = unpack_e2m1(codes, spread(factor, 8), NATIVE)
     else:
         even, odd = unpack_e4m3(codes, spread(power_of_two(scale.to(tl.int32) + _E4M3_EXPONENT), 16), NATIVE)
     return even, odd

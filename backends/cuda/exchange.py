@@ -12,7 +12,6 @@ Memory is torch's symmetric memory, without NVLink multicast.
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -90,8 +89,8 @@ class OneSidedExchange:
         starts, end = [], 0
         for column in columns:
             starts.append(end)
-            end += -(-column.numel() * column.element_size() // _ALIGNMENT) * _ALIGNMENT
-        if end > self._capacity or any(math.prod(c.shape[1:]) * c.element_size() % 4 for c in columns):
+            end += -(-column.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._capacity or any(c.nbytes // len(c) % 4 for c in columns):
             return None
         half = self._capacity if back else 0
         received = []
@@ -99,8 +98,7 @@ class OneSidedExchange:
             if column.numel():
                 words = column.contiguous().view(torch.uint8).view(len(column), -1).view(torch.int32)
                 push(words, self._buffers, (half + start) // 4, self._peers.place)
-            size = column.numel() * column.element_size()
-            mine = self._memory[half + start : half + start + size]
+            mine = self._memory[half + start : half + start + column.nbytes]
             received.append(mine.view(column.dtype).view(column.shape))
         self._handle.barrier(channel=0)
         return received

@@ -162,26 +162,18 @@ def _factor_pair(scales, group, FP4: tl.constexpr, PATH: tl.constexpr):
 
     The interpreter's has it in one half.
     """
+    BIAS: tl.constexpr = 62 if FP4 else 56
     if PATH == PORTABLE:
-        return (((scales >> 8 * group) & 255) + (62 if FP4 else 56)) << 7
-    pick = 0x0404 + 0x1010 * group
-    if FP4:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shr.u32 t, t, 1; add.u32 $0, t, 0x1F001F00; }",
-            "=r,r,r",
-            [scales, pick],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    return tl.inline_asm_elementwise(
-        "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shr.u32 t, t, 1; add.u32 $0, t, 0x1C001C00; }",
+        return (((scales >> 8 * group) & 255) + BIAS) << 7
+    exponents = tl.inline_asm_elementwise(
+        "{ .reg .b32 t; prmt.b32 t, $1, 0, $2; shr.u32 $0, t, 1; }",
         "=r,r,r",
-        [scales, pick],
+        [scales, 0x0404 + 0x1010 * group],
         dtype=tl.int32,
         is_pure=True,
         pack=1,
     )
+    return exponents + BIAS * 0x00800080
 
 
 @triton.jit

@@ -58,7 +58,7 @@ class CollectedStep(NamedTuple):
     kept: int
 
 
-class PrefixCounts(NamedTuple):
+class RunCounts(NamedTuple):
     """Preemptions of a run, prompt tokens that it found in the prefix cache, and prompt tokens in all."""
 
     num_preemptions: int
@@ -152,7 +152,7 @@ class RankEngine:
         inbox: Inbox,
         stop_s: float | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
-    ) -> tuple[list[Delivery], list[CollectedStep], PrefixCounts]:
+    ) -> tuple[list[Delivery], list[CollectedStep], RunCounts]:
         """Run until every request of the step group has ended, or `stop_s` seconds have passed.
 
         Requests that have not ended then are left as they are. `tracks` are by request id; `on_delivery` is called
@@ -178,7 +178,7 @@ class RankEngine:
                 break
         for ticket in self._tickets.values():  # of a run that was cut off
             ticket.outputs.wait()
-        counts = PrefixCounts(*(after - was for after, was in zip(_counts(self.scheduler), before, strict=True)))
+        counts = RunCounts(*(after - was for after, was in zip(_counts(self.scheduler), before, strict=True)))
         if self._is_over:
             self.scheduler = Scheduler(self._scheduler_config)
         return self.deliveries, self.steps, counts
@@ -345,5 +345,5 @@ class RankEngine:
         self.steps.append(CollectedStep(ended_s, step, kept))
 
 
-def _counts(scheduler: Scheduler) -> PrefixCounts:
-    return PrefixCounts(scheduler.num_preemptions, scheduler.num_hit_tokens, scheduler.num_prompt_tokens)
+def _counts(scheduler: Scheduler) -> RunCounts:
+    return RunCounts(scheduler.num_preemptions, scheduler.num_hit_tokens, scheduler.num_prompt_tokens)

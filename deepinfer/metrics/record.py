@@ -18,8 +18,7 @@ class RunRecord:
     Per request (arrays over ids): arrival, first token, last token and finish, -1 for what has not happened, and
     output tokens. A request that the run began amid has an unknown arrival (NaN), and its earlier tokens count. `steps`
     has a row per step of any engine. Counters cover the whole run; rates and percentiles are taken in the window.
-    `step_groups` engines step independently;
-    `num_gpus` is their part of the cluster, idle accelerators included.
+    `step_groups` engines step independently; `num_gpus` is their part of the cluster, idle accelerators included.
 
     Where one pool prefills for another, `steps` and `step_groups` are those of the pool that decodes, `prefill` has
     those of the other, and `transfers` what went between them; `num_gpus` counts both.

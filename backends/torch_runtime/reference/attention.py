@@ -106,7 +106,7 @@ def entry_records(entries: Tensor, block_table: Tensor, slot: Tensor, per_block:
     Entry e of slot s lies at [block_table[s, e // per_block], e % per_block]; `block_table` int32 [slots, max_blocks].
     """
     valid = entries >= 0
-    return torch.where(valid, _places(block_table, slot, torch.where(valid, entries, 0).long(), per_block), -1).int()
+    return torch.where(valid, _places(block_table, slot, entries, valid, per_block), -1).int()
 
 
 def storage_of(width: int, dim: int, kind: Literal["window", "main", "index"]) -> KVStorage:
@@ -158,9 +158,11 @@ def _entry_keys(entries: EntryView | None, rows: slice, q: Tensor) -> tuple[Tens
 
 def _paged(cache: Tensor, block_table: Tensor, slot: Tensor, entry: Tensor, valid: Tensor) -> Tensor:
     """Records [m, n, bytes] of entries [m, n] of each row's slot, by its block table."""
-    return cache.flatten(0, 1)[_places(block_table, slot, torch.where(valid, entry, 0).long(), cache.shape[1])]
+    return cache.flatten(0, 1)[_places(block_table, slot, entry, valid, cache.shape[1])]
 
 
-def _places(block_table: Tensor, slot: Tensor, entry: Tensor, per_block: int) -> Tensor:
+def _places(block_table: Tensor, slot: Tensor, entry: Tensor, valid: Tensor, per_block: int) -> Tensor:
+    """Records of entries [m, n], int64; that of entry 0 where not valid."""
+    entry = torch.where(valid, entry, 0).long()
     block = block_table[slot.long()].long().gather(1, entry // per_block)
     return block * per_block + entry % per_block
